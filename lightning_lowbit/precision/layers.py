@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +33,14 @@ if TYPE_CHECKING:
     from lightning_lowbit.nn.sharded.gather import WeightGathers
 
 
+@dataclass(eq=False)
 class RunLayers:
     """The converted layers of a run. They need no Trainer.
 
     Their phase says which GEMMs are quantized: one for all layers, with a stack of temporary ones above it.
 
-    Args:
-        seed: of stochastic rounding.
-        **settings: as in ``LowBitPrecision``; each becomes an attribute.
-
     Attributes:
+        seed: of stochastic rounding; as the next ones, an argument of ``LowBitPrecision``.
         device: where the layers are; state follows it before a forward pass.
         blend: λ, from 0 (high precision) to 1 (quantized); a 0-d tensor that layers share.
         is_blending: True if λ is below 1.
@@ -55,21 +54,16 @@ class RunLayers:
     #: Attributes that are otherwise in another run, besides λ. Loading a state replaces them and leaves their values.
     OF_A_RUN = ("changed", "histories", "_phase", "_temporary", "step", "micro_batch", "_model")
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        exact: bool = False,
-        backend: str = "auto",
-        save: str = "inputs",
-        smooth_swiglu: str | None = None,
-        shared_amax: Iterable[str] = (),
-        quantize_before_gather: bool = False,
-        grouped: str = "auto",
-    ) -> None:
-        self.seed, self.exact, self.backend, self.save = seed, exact, backend, save
-        self.smooth_swiglu, self.shared_amax = smooth_swiglu, shared_amax
-        self.quantize_before_gather, self.grouped = quantize_before_gather, grouped
+    seed: int
+    exact: bool = False
+    backend: str = "auto"
+    save: str = "inputs"
+    smooth_swiglu: str | None = None
+    shared_amax: Iterable[str] = ()
+    quantize_before_gather: bool = False
+    grouped: str = "auto"
+
+    def __post_init__(self) -> None:
         self.device = torch.device("cpu")
         self.blend, self.is_blending = torch.ones(()), False
         self.histories: AmaxHistories | None = None

@@ -87,12 +87,7 @@ def convert(
 
 
 def convert_layers(
-    model: _Model,
-    planned: Mapping[str, LinearCasts],
-    exact: bool = False,
-    backend: str = "auto",
-    save: str = "inputs",
-    grouped: str = "auto",
+    model: _Model, planned: Mapping[str, LinearCasts], exact: bool, backend: str, save: str, grouped: str
 ) -> _Model:
     """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
     if grouped == "native":
@@ -110,8 +105,8 @@ def convert_layers(
         layer = convert_attention(model, name) if is_attention(name) else convert_layer(model, name)
         layer.set_casts(layer_casts)
         state = layer.lowbit
-        state.grouped = grouped
-        state.exact, state.backend, state.save, state.readers, state.keeps_input = exact, backend, save, readers, False
+        state.exact, state.backend, state.save, state.grouped = exact, backend, save, grouped
+        state.readers, state.keeps_input = readers, False
     _prepare(model)
     return model
 

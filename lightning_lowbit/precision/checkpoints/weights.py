@@ -6,7 +6,7 @@ name torch's own descriptions alone, as ``weights_only`` promises.
 
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,7 +33,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
             raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
     else:
         tensors = load_shards(needed, Path(checkpoint).expanduser())
-    tensors = {**_of_wrapped(needed, tensors), **tensors}
+    plain = {clean_name(name): tensor for name, tensor in tensors.items()}  # of wrappers such as torch.compile's
+    tensors = {**{name: plain[known] for name in needed if (known := clean_name(name)) in plain}, **tensors}
     if not getattr(model, "strict_loading", True):
         needed = {name: tensor for name, tensor in needed.items() if name in tensors}
     if missing := [name for name in needed if name not in tensors]:
@@ -55,12 +56,6 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
         raise ValueError(str(error)) from error
 
 
-def _of_wrapped(needed: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns tensors by the names that a model has without wrappers such as ``torch.compile``'s, or with them."""
-    plain = {clean_name(name): tensor for name, tensor in tensors.items()}
-    return {name: plain[known] for name in needed if (known := clean_name(name)) in plain}
-
-
 def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
     """Compares the tensors of a checkpoint with those that a model needs.
 
@@ -68,9 +63,8 @@ def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dt
         ValueError: one is no tensor, or has another shape or dtype; without ``same_dtype`` weights may be in any of
             ``FLOATS``.
     """
-    wrong = {name: differs(needed[name], tensors[name], same_dtype) for name in needed if name in tensors}
-    wrong = {name: how for name, how in wrong.items() if how is not None}
-    if wrong:
+    differences = {name: differs(needed[name], tensors[name], same_dtype) for name in needed if name in tensors}
+    if wrong := {name: how for name, how in differences.items() if how is not None}:
         name = next(iter(wrong))
         others = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
         raise ValueError(
@@ -150,8 +144,9 @@ _NAMES: Mapping[str, set[str]] = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"},
-    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"},
+    **dict.fromkeys(
+        ("pathlib", "pathlib._local"), {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
+    ),
     "collections": {"OrderedDict"},
 }
 
