@@ -465,10 +465,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.load_checkpoint(checkpoint, self.casts)
 
     def _follow(self, trained: Trained, left: frozenset[str]) -> bool:
-        """Takes from a checkpoint's record what the arguments leave open; returns whether that changes anything.
-
-        ``left`` are the output layers that would be left out.
-        """
+        """Takes from a checkpoint's record what the arguments leave open; returns whether that changes anything. Output
+        layers ``left`` would be left out."""
         has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
         is_other = not has_dtype and self._state.compute.follow(trained.compute_dtype, self._layers.device)
         self.precision = self._state.compute.precision

@@ -124,10 +124,8 @@ class RunLayers:
         self._model = weakref.ref(model)
 
     def convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], dtype: torch.dtype) -> None:
-        """Converts the layers of a model in place, by name; the state of a run that continues is kept.
-
-        ``dtype`` is that of everything that is not quantized. A ``ValueError`` leaves the model as it is.
-        """
+        """Converts the layers of a model in place, by name; the state of a run that continues is kept. A ``ValueError``
+        leaves the model as it is. ``dtype`` is that of everything that is not quantized."""
         check_backend(planned, self.backend, self.exact, self.device)
         autocast_dtype = None if dtype == torch.float32 else dtype
         self._dtypes = {dtype, *(parameter.dtype for parameter in model.parameters())}
@@ -256,10 +254,8 @@ class RunLayers:
 
     @contextmanager
     def forward_context(self, dtype: torch.dtype, rank: int = 0, in_use: bool = True) -> Generator[None, None, None]:
-        """Context of a forward pass: random keys of this micro-batch, shared amaxes, and autocast. Recording is off.
-
-        ``rank`` is that among data-parallel processes; ``in_use`` says whether operands are scaled by histories.
-        """
+        """Context of a forward pass: random keys of a micro-batch and data-parallel rank, shared amaxes, and autocast.
+        Recording is off; ``in_use`` says whether operands are scaled by histories."""
         self._prepare(rank, in_use)
         if self._gathers is not None:
             self._gathers.prepare()
@@ -368,10 +364,8 @@ class RunLayers:
         self._renew_casts({n: self.changed.get(n, planned) for n, planned in self.planned.items()}, keep=False)
 
     def load_state_dict(self, state: Mapping[str, Any], histories: bool = True, accumulated: int = 1) -> None:
-        """Loads counters, phase and λ, and with ``histories`` the amaxes, of a validated state.
-
-        ``accumulated`` is the number of micro-batches by which a loss is divided, for states that do not tell it.
-        """
+        """Loads counters, phase and λ, and with ``histories`` the amaxes, of a validated state. ``accumulated`` is the
+        number of micro-batches by which a loss is divided, for states that do not tell it."""
         if self.histories and histories and "amax_history" not in state:
             rank_zero_warn(
                 "The checkpoint holds no amax histories (it was trained without delayed scaling and smoothing): they "

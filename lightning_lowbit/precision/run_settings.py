@@ -279,11 +279,8 @@ class Runs:
     def go_on(self, trainer: Any, model: nn.Module, has_state: bool, has_histories: bool) -> bool:
         """Notes that a Trainer begins to use the plugin; returns whether it continues the run of the plugin's state.
 
-        Args:
-            trainer: the Trainer.
-            model: its model.
-            has_state: True if evaluation depends on the state, so that another run would lose something.
-            has_histories: True if there are amaxes, which the same run of another model would lose.
+        With ``has_state``, evaluation depends on the state, which another run would lose; with ``has_histories``, the
+        same run of another model would lose amaxes.
         """
         before, trained = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
         self._trainer = weakref.ref(trainer)

@@ -313,10 +313,7 @@ class RunState:
         self.layers.load_state_dict(state, not self.fresh_histories and not is_average, self._accumulated)
 
     def compare(self, trained: Trained, what: str) -> None:
-        """Reports how this run differs from a recorded training; in evaluation as an error by default.
-
-        ``what`` is the origin of the record: the subject of the message.
-        """
+        """Reports how this run differs from a recorded training (of ``what``); in evaluation as an error by default."""
         here, is_evaluating = self.trained, self.runs.is_evaluating
         differences = trained.differences(here)
         if trained.scaler != here.scaler and not is_evaluating:

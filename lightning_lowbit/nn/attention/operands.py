@@ -35,13 +35,9 @@ class ProductPass(NamedTuple):
         return self._replace(pass_=self.pass_.unrecorded())
 
     def row_operand(self, name: str, x: Tensor, amax: Tensor | None = None, tile: Any = None) -> Operand:
-        """Quantizes an operand of x or g.
+        """Quantizes an operand of x or g ``[rows, n, features]`` by an ``amax`` (float32, 0-d; None for its own).
 
-        Args:
-            name: of the operand.
-            x: ``[rows, n, features]``.
-            amax: float32, 0-d, of ``x``; None for its own.
-            tile: where ``x`` is a tile of the rows: the index of its first row, the rows of a tile, and all rows.
+        ``tile`` tells where ``x`` is a tile of the rows: the index of its first row, the rows of a tile, and all rows.
         """
         operand, (rows, n, features) = self.how.operands[name], x.shape
         along_features = operand.dim == 1
@@ -78,13 +74,9 @@ class ProductPass(NamedTuple):
         return values_of(operand.operand(source, self.pass_, shard))
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, again: bool = False) -> Tensor:
-        """Multiplies ``[n, rows, k]`` and ``[n, k, columns]``.
+        """Multiplies ``[n, rows, k]`` and ``[n, k, columns]``, with sums and result in ``dtype``, float32 or wider.
 
-        Args:
-            gemm: counts the product as this GEMM (:func:`lightning_lowbit.compilation.counted_for`).
-            left, right: the operands.
-            dtype: of sums and result, float32 or wider.
-            again: whether the same product has been counted before.
+        It is counted as a GEMM of this name, maybe ``again`` (:func:`lightning_lowbit.compilation.counted_for`).
         """
         a, b = left.values, right.values
         with counted_for(self.layer, gemm, again):

@@ -228,10 +228,11 @@ class Selection:
             )
 
     def _other_modules(self) -> dict[str, str]:
-        """Returns why other modules than the layers stay in high precision, by name."""
+        """Says why other modules than the layers stay in high precision, by name."""
         modules = {name: module for name, module in self._model.named_modules() if name not in self._layers}
         reasons = {name: class_reason(module) for name, module in modules.items()}
-        return {clean_name(name): str(reason) for name, reason in reasons.items() if reason is not None}
+        what = "which stays in high precision"
+        return {clean_name(name): f"{what}: {reason}" for name, reason in reasons.items() if reason is not None}
 
     @property
     def excluded_with_outputs(self) -> set[str]:

@@ -56,7 +56,7 @@ def select(
         patterns: as above.
         argument: the argument that has the patterns, for errors.
         kind: what errors call the layers.
-        left: returns the reasons of modules that cannot be selected, by name.
+        left: returns what to say of modules that cannot be selected, by name.
 
     Raises:
         ValueError: a pattern matches none of the names.
@@ -73,17 +73,14 @@ def select(
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
-        called = _spellings(pattern, names)
-        matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
+        matched = _matched(compiled, names)
         if not matched:
-            for name, why in left().items():
-                if _matches(compiled, clean_name(name).split(".")):
-                    raise ValueError(
-                        f"{argument}: the pattern {pattern!r} matches {name}, which stays in high precision: {why}."
-                    )
+            others = left()
+            for name in _matched(compiled, [*others]):
+                raise ValueError(f"{argument}: the pattern {pattern!r} matches {name}, {others[name]}.")
             advice = f"There are {len(names)}, e.g. {some(map(clean_name, names))}. {_advice(pattern, names)}"
             raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {advice}")
-        selected |= matched
+        selected.update(matched)
     return selected
 
 
@@ -128,6 +125,9 @@ def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]
     return {name: [spelling for path in spelled for spelling in spell(path)] for name, spelled in paths.items()}
 
 
-def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:
-    ends = range(1, len(parts) + 1)  # the layer and the modules around it
-    return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
+def _matched(pattern: re.Pattern[str], names: Sequence[str]) -> list[str]:
+    def matches(parts: Sequence[str]) -> bool:
+        ends = range(1, len(parts) + 1)  # the layer and the modules around it
+        return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
+
+    return [name for name, paths in _spellings(pattern.pattern, names).items() if any(map(matches, paths))]

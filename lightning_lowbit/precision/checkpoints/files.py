@@ -22,21 +22,14 @@ _META = "meta.pt"  # the name that Lightning's strategies use
 _OBJECT = re.compile(r"(?i:unsupported global):? (?:GLOBAL )?([\w.]+)")  # in errors of torch.load
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # keys of torch's state
 
-
 TRUST = "If you trust whoever wrote it, give weights_only=False."
 
 
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: str = TRUST) -> Mapping[str, Any]:
     """Returns the content of a file or of a folder (without weights); a mapping is returned as it is.
 
-    Args:
-        checkpoint: a path, or a mapping.
-        weights_only: as in ``torch.load``.
-        advice: for files with other objects than tensors and primitives, which ``weights_only`` refuses.
-
-    Raises:
-        FileNotFoundError: the path does not exist.
-        ValueError: it is no checkpoint.
+    Raises ``FileNotFoundError``, or ``ValueError`` for what is no checkpoint, or a file with other objects than tensors
+    and primitives, which ``weights_only`` refuses and ``advice`` is for.
     """
     if isinstance(checkpoint, Mapping):
         return checkpoint

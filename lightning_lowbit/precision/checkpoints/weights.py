@@ -57,12 +57,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
 
 
 def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
-    """Compares the tensors of a checkpoint with those that a model needs.
-
-    Raises:
-        ValueError: one is no tensor, or has another shape or dtype; without ``same_dtype`` weights may be in any of
-            ``FLOATS``.
-    """
+    """Raises a ``ValueError`` if an entry of a checkpoint is no tensor, or has another shape or dtype than the model
+    needs; without ``same_dtype`` weights may be in any of ``FLOATS``."""
     differences = {name: differs(needed[name], tensors[name], same_dtype) for name in needed if name in tensors}
     if wrong := {name: how for name, how in differences.items() if how is not None}:
         name = next(iter(wrong))
