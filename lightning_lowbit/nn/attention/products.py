@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
-from lightning_lowbit.nn.attention.operands import ProductPass
+from lightning_lowbit.nn.attention.function import Attention, ProductPass, QuantizedAttention
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM
 from lightning_lowbit.nn.core.calls import keys_of_call

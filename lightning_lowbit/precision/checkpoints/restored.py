@@ -13,9 +13,8 @@ from lightning_lowbit._lightning import LightningModule, is_overridden
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
-from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint, load_weights
 from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
-from lightning_lowbit.precision.checkpoints.weights import load_weights
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
