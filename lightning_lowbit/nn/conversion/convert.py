@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -189,28 +190,26 @@ class Selection:
                 "it out."
             )
         self._layers, others = Names(model, [*self._modules, *products]), casts_by_pattern(overrides)
-        skipped = select(self._layers, skip, "skip", left=self._other_modules)
-        chosen = self._layers if only is None else select(self._layers, only, "only", left=self._other_modules)
-        matches = {
-            pattern: select(self._layers, [pattern], "overrides", left=self._other_modules) for pattern in others
-        }
+        matched = partial(select, self._layers, left=self._other_modules)
+        skipped, chosen = matched(skip, "skip"), self._layers if only is None else matched(only, "only")
         self._patterns = [*(only or ()), *others]
-        self.casts: dict[str, LinearCasts] = {}
-        choices = {
-            name: next((pattern for pattern in others if name in matches[pattern]), None)
+        self.casts = {
+            name: product_default if name in products else default
             for name in self._layers
             if name in chosen and name not in skipped
         }
-        for name, pattern in choices.items():
-            usual = product_default if name in products else default
-            self.casts[name] = usual if pattern is None else others[pattern]
-        if idle := [pattern for pattern in others if pattern not in choices.values()]:
-            raise ValueError(
-                f"overrides: {idle[0]!r} gives no layer its casts. It names {some(sorted(matches[idle[0]]))}; skip or "
-                "only leave these out, or an earlier pattern names them. Leave it out, or put it first."
-            )
+        usual = set(self.casts)
+        for pattern, layer_casts in others.items():
+            names = matched([pattern], "overrides")
+            if not names & usual:
+                raise ValueError(
+                    f"overrides: {pattern!r} gives no layer its casts. It names {some(sorted(names))}; skip or only "
+                    "leave these out, or an earlier pattern names them. Leave it out, or put it first."
+                )
+            self.casts |= dict.fromkeys(names & usual, layer_casts)
+            usual -= names
         check_planned_attention(self.casts, products)
-        if products and not any(name in self.casts for name in products):
+        if products and not products.keys() & self.casts.keys():
             raise ValueError(
                 f"attention={product_default}: skip and only leave none of {some(products)}. Leave it out."
             )

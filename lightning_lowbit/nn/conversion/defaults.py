@@ -103,12 +103,6 @@ def _are_parallel(name: str, last: str, layers: Mapping[str, nn.Module], modules
     return is_list or are_called or isinstance(modules.get(parent), nn.ModuleDict)
 
 
-def _sides(layer: Any) -> tuple[int, int] | None:
-    """Returns outputs and inputs of a linear layer, channels of a convolution."""
-    channels = getattr(layer, "out_channels", None), getattr(layer, "in_channels", None)
-    return channels if all(isinstance(size, int) for size in channels) else _shape(layer)  # type: ignore[return-value]
-
-
 def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
     """Adds the layers at the same place in copies of a module around them, in the order of ``names``."""
     kinds: dict[Any, list[str]] = {}
@@ -167,18 +161,18 @@ def is_left_output(module: nn.Module) -> bool:
 
 def drop_named(names: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
     """Drops the names that a pattern names: by the layer itself, or by a module around it that has no other layers."""
-    named: set[str] = set()
+    rest = set(names)
     for pattern in patterns:
         matched = select(layers, [pattern], "a pattern")
-        named |= matched if matched <= set(names) else select_by_name(layers, pattern)
-    return set(names) - named
+        rest -= matched if matched <= set(names) else select_by_name(layers, pattern)
+    return rest
 
 
 def _reason(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> str | None:
     layer = modules.get(name)
     if _kind(layer) != "linear":
         return None
-    shape = _shape(layer)
+    shape = _sides(layer)
     if _is_router(name, None if shape is None else shape[0], modules):
         return "a router of experts"
     if _is_adapter(name, modules):
@@ -186,11 +180,13 @@ def _reason(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> 
     return None if shape is None else _narrow(shape, casts)
 
 
-def _shape(layer: Any) -> tuple[int, int] | None:
-    """Returns ``(out_features, in_features)``: as attributes if there are any, since FSDP1 flattens weights."""
-    declared = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
-    if all(isinstance(size, int) for size in declared):
-        return declared  # type: ignore[return-value]
+def _sides(layer: Any) -> tuple[int, int] | None:
+    """Returns outputs and inputs of a linear layer, or channels of a convolution: as attributes if there are any, since
+    FSDP1 flattens weights."""
+    for what in ("channels", "features"):
+        declared = getattr(layer, f"out_{what}", None), getattr(layer, f"in_{what}", None)
+        if all(isinstance(size, int) for size in declared):
+            return declared  # type: ignore[return-value]
     if layer.weight.dim() != 2:
         return None
     matrix = quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr]

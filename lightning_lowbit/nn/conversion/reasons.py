@@ -44,6 +44,11 @@ _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that
 _SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it, given that forward")
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
+_KINDS: dict[Any, Reason] = {
+    ConvNd: Reason("a subclass of a convolution, with a forward of its own"),
+    nn.MultiheadAttention: Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own"),
+    nn.RNNBase: Reason("recurrent"),
+}
 
 
 class Reasons:
@@ -112,12 +117,9 @@ def class_reason(module: Any) -> Reason | None:
     if is_parametrized(module):
         return Reason(COMPUTED_WEIGHT)
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
-    if isinstance(module, ConvNd):
-        return Reason("a subclass of a convolution, with a forward of its own")
-    if isinstance(module, nn.MultiheadAttention):
-        return Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own")
-    if isinstance(module, nn.RNNBase):
-        return Reason("recurrent")
+    for kind, reason in _KINDS.items():
+        if isinstance(module, kind):
+            return reason
     if is_router_class(type(module)):
         return Reason("a router of experts")
     if matrices and (odd := odd_parameter(module)) is not None:
