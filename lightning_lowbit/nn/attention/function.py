@@ -142,16 +142,8 @@ def _padded(w: Tensor, dim: int, operand: OperandHow) -> Tensor:
 
 
 class Attention(NamedTuple):
-    """Holds the arguments of one call.
-
-    Attributes:
-        qk, pv: the two products.
-        scale: of the scores.
-        causal: whether queries see no later keys.
-        tile: the number of queries in a tile.
-        dropout: the share of P that is dropped.
-        key: int64, 0-d, of the bits that decide which; None without dropout.
-    """
+    """Holds the arguments of one call: both products, the scale of the scores, whether queries see no later keys, the
+    number of queries in a tile, the share of P that is dropped, and the key (int64, 0-d) of bits that decide which."""
 
     qk: ProductPass
     pv: ProductPass

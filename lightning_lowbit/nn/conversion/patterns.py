@@ -49,17 +49,10 @@ def select(
     kind: str = "linear layer",
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
-    """Selects the names that any of the patterns matches.
+    """Selects the names that any of the patterns matches; raises a ``ValueError`` for one that matches none.
 
-    Args:
-        names: of layers; as :class:`Names`, each layer has all of its names.
-        patterns: as above.
-        argument: the argument that has the patterns, for errors.
-        kind: what errors call the layers.
-        left: returns what to say of modules that cannot be selected, by name.
-
-    Raises:
-        ValueError: a pattern matches none of the names.
+    As :class:`Names`, each layer has all of its names. Errors name the ``argument`` that has the patterns, the ``kind``
+    of layers, and what ``left`` returns of modules that cannot be selected, by name.
     """
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")

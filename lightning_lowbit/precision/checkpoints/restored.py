@@ -56,13 +56,8 @@ def restore(
     trained = replace(origin.trained, outputs=())
     if trained.backend == "native":  # would raise on other hardware; emulation gives the same results
         trained = replace(trained, backend="auto")
-    layers = RunLayers(
-        origin.state["seed"],
-        exact=trained.exact,
-        backend=trained.backend,
-        smooth_swiglu=trained.smooth_swiglu,
-        shared_amax=trained.shared_amax,
-    )
+    settings = {name: getattr(trained, name) for name in ("exact", "backend", "smooth_swiglu", "shared_amax")}
+    layers = RunLayers(origin.state["seed"], **settings)
     root = _within(model, prefix)
     planned = plan_by_name(root, trained.planned)
     if trained.shared_amax:
