@@ -444,11 +444,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.save(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes from the checkpoint what the arguments leave open, and loads the plugin's state.
-
-        Raises:
-            ValueError: the state is damaged or does not fit the model.
-        """
+        """Takes from the checkpoint what the arguments leave open, and loads the plugin's state; a ``ValueError`` if it
+        is damaged or does not fit the model."""
         trained, model = Trained.of(checkpoint), self._layers.model
         if trained is not None and model is not None and self._follow(trained, self._state.outputs.left):
             self.histories = None

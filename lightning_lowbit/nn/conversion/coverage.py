@@ -178,10 +178,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def coverage(
         self, phase: str | None = None, hp_bits: int = 16, full_casts: Mapping[str, LinearCasts] | None = None
     ) -> Coverage:
-        """Returns the low-bit share in a phase or (None) with the casts in force; high precision has ``hp_bits``.
-
-        With ``full_casts`` it is that of a phase of other casts than those of now, by layer.
-        """
+        """Returns the low-bit share in a phase or (None) with the casts in force; high precision has ``hp_bits``. With
+        ``full_casts`` it is that of a phase of other casts than those of now, by layer."""
         full_casts = full_casts or {}
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision

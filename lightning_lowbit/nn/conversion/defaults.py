@@ -47,10 +47,8 @@ _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
 def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
-    """Returns the reasons of layers that stay in high precision by default, by name.
-
-    ``casts`` are the casts that the layers would have; only layers that it names are looked at.
-    """
+    """Returns the reasons of layers that stay in high precision by default, by name, among those whose casts to be are
+    given by name."""
     modules = modules_by_name(model)
     # A model that is one layer was named by giving it.
     reasons = {name: _reason(clean_name(name), modules, casts[name]) for name in casts if name}

@@ -52,11 +52,7 @@ _KINDS: dict[Any, Reason] = {
 
 
 class Reasons:
-    """Finds the reason for each module of a model.
-
-    Attributes:
-        defaults: of layers that are left out by default (:mod:`lightning_lowbit.nn.conversion.defaults`), by name.
-    """
+    """Finds the reason for each module of a model; ``defaults`` are those of layers left out by default, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = modules_by_name(model)
