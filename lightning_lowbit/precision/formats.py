@@ -92,19 +92,14 @@ class FP4Precision(LowBitPrecision):
 
     def __init__(self, casts: CastsLike = "nvfp4", *, rounding: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         operands = LinearCasts.of(casts)
-        if isinstance(casts, str):
-            _check_family(casts, operands)
+        elements = {cast.element for name in OPERANDS if (cast := operands.cast_of(name)) is not None}
+        if isinstance(casts, str) and elements and not elements & _FP4:
+            raise ValueError(
+                f"FP4Precision takes presets in FP4, and {casts!r} quantizes to {' and '.join(sorted(elements))}: give "
+                f"LowBitPrecision({casts!r}), which takes any preset; on the command line --trainer.plugins "
+                f"lightning_lowbit.LowBitPrecision --trainer.plugins.casts {casts}."
+            )
         super().__init__(operands.with_rounding(rounding or {}), **kwargs)
-
-
-def _check_family(preset: str, casts: LinearCasts) -> None:
-    elements = {cast.element for operand in OPERANDS if (cast := casts.cast_of(operand)) is not None}
-    if elements and not elements & _FP4:
-        raise ValueError(
-            f"FP4Precision takes presets in FP4, and {preset!r} quantizes to {' and '.join(sorted(elements))}: give "
-            f"LowBitPrecision({preset!r}), which takes any preset; on the command line --trainer.plugins "
-            f"lightning_lowbit.LowBitPrecision --trainer.plugins.casts {preset}."
-        )
 
 
 class IntegerPrecision(LowBitPrecision):

@@ -163,12 +163,8 @@ def plan(
 
 
 class Selection:
-    """The layers of a model that patterns select, as arguments of :func:`convert`; errors are the same.
-
-    Attributes:
-        casts: of the selected layers, by name.
-        excluded: names of selected layers that stay in high precision by default, but for output layers.
-    """
+    """The layers of a model that patterns select, as arguments of :func:`convert`; errors are the same. ``casts`` has
+    all of these by name, ``excluded`` those that stay in high precision by default, but for output layers."""
 
     def __init__(
         self,
