@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_lowbit._lightning import LightningDataModule, LRSchedulerCallable, OptimizerCallable
 from lightning_lowbit.checks import choose, integer, number
 from lightning_lowbit.packages import install
-from lightning_lowbit.precision.checkpoints.weights import load_weights
+from lightning_lowbit.precision.checkpoints.files import load_weights
 from lightning_lowbit.precision.run_settings import global_seed
 
 from .loader import OrderedSamples, ResumableLoader, ShuffledShard, shard_of

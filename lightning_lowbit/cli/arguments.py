@@ -37,10 +37,10 @@ NAMES = {
     "attention": ("preset", [PRESETS]),
     "compute_dtype": ("compute_dtype", _DTYPES),
     "backend": ("backend", ["lightning_lowbit.nn.layers.native.BACKENDS"]),
-    "grouped": ("grouped", ["lightning_lowbit.nn.conversion.grouping.GROUPED"]),
+    "grouped": ("grouped", ["lightning_lowbit.nn.conversion.convert.GROUPED"]),
     "save": ("save", ["lightning_lowbit.nn.core.saving.SAVES"]),
     "smooth_swiglu": ("kind of smooth_swiglu", ["lightning_lowbit.nn.casts.linear_casts.SMOOTHINGS"]),
-    "scaling": ("scaling", ["lightning_lowbit.precision.fp8._PRESETS"]),
+    "scaling": ("scaling", ["lightning_lowbit.precision.formats._FP8"]),
 }
 
 # Annotations of what classes make, and the modules whose classes the parser may know by short names.

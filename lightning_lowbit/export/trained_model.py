@@ -24,10 +24,9 @@ from lightning_lowbit.nn.conversion.shared_amax import groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.precision import restore
-from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.files import check_tensors, load_checkpoint, load_shards, state_of
 from lightning_lowbit.precision.checkpoints.restored import run_hooks
 from lightning_lowbit.precision.checkpoints.trained import Trained
-from lightning_lowbit.precision.checkpoints.weights import check_tensors, load_shards
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
 _RECIPES = "lightning_lowbit.recipes."

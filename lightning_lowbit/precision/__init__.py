@@ -2,8 +2,7 @@
 
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.restored import restore
-from lightning_lowbit.precision.fp4 import FP4Precision
-from lightning_lowbit.precision.fp8 import FP8Precision
+from lightning_lowbit.precision.formats import FP4Precision, FP8Precision, IntegerPrecision, TernaryPrecision
 from lightning_lowbit.precision.grad_scalers import (
     ConservativeGradScaler,
     GradientNormGradScaler,
@@ -12,8 +11,6 @@ from lightning_lowbit.precision.grad_scalers import (
     ShardedStaticGradScaler,
     StaticGradScaler,
 )
-from lightning_lowbit.precision.integer import IntegerPrecision
-from lightning_lowbit.precision.ternary import TernaryPrecision
 
 __all__ = [
     "ConservativeGradScaler",

@@ -8,7 +8,7 @@ The plugin owns the layers (:class:`RunLayers`) and the rest of a run's state (:
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -302,8 +302,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """Announces before a forward pass whether :meth:`another_draw` will follow."""
         self._layers.expect_draws(on)
 
-    @contextmanager
-    def another_draw(self, number: int = 0) -> Generator[None, None, None]:
+    def another_draw(self, number: int = 0) -> AbstractContextManager[None]:
         """Context for another backward pass over the same graph, with other random bits for stochastic rounding.
 
         Call :meth:`expect_draws` before the forward pass. Records of this backward pass in layers and histories are
@@ -312,8 +311,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         Raises:
             MisconfigurationException: the forward pass did not record which random bits it used.
         """
-        with self._layers.another_draw(number):
-            yield
+        return self._layers.another_draw(number)
 
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
         """Returns the casts of each layer by name, without changing the model. Raises the same errors as conversion."""
@@ -361,12 +359,10 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""
         return data
 
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         self._state.runs.check()
         is_average = self._state.runs.has_averages and not self._state.runs.trainer.training
-        with self._layers.forward_context(self.compute_dtype, self._rank, not is_average):
-            yield
+        return self._layers.forward_context(self.compute_dtype, self._rank, not is_average)
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -448,11 +444,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.save(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes from the checkpoint what the arguments leave open, and loads the plugin's state.
-
-        Raises:
-            ValueError: the state is damaged or does not fit the model.
-        """
+        """Takes from the checkpoint what the arguments leave open, and loads the plugin's state; a ``ValueError`` if it
+        is damaged or does not fit the model."""
         trained, model = Trained.of(checkpoint), self._layers.model
         if trained is not None and model is not None and self._follow(trained, self._state.outputs.left):
             self.histories = None
@@ -465,10 +458,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.load_checkpoint(checkpoint, self.casts)
 
     def _follow(self, trained: Trained, left: frozenset[str]) -> bool:
-        """Takes from a checkpoint's record what the arguments leave open; returns whether that changes anything.
-
-        ``left`` are the output layers that would be left out.
-        """
+        """Takes from a checkpoint's record what the arguments leave open; returns whether that changes anything. Output
+        layers ``left`` would be left out."""
         has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
         is_other = not has_dtype and self._state.compute.follow(trained.compute_dtype, self._layers.device)
         self.precision = self._state.compute.precision

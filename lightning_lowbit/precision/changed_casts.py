@@ -8,8 +8,7 @@ from torch import nn
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, PRESETS, LinearCasts
-from lightning_lowbit.nn.conversion.convert import CastsLike, select
-from lightning_lowbit.nn.conversion.grouping import check_grouped_casts
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_grouped_casts, select
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts
 from lightning_lowbit.nn.layers.classes import convertible
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
@@ -46,21 +45,14 @@ def check_changes(layers: Mapping[str, QuantizedLayer], changes: Mapping[str, Li
     for name, casts in changes.items():
         if layers[name].kind == "attention":
             check_attention(name, casts)
-    grouped = (name for name in changes if layers[name].kind == "experts" and layers[name].lowbit.grouped == "native")
-    check_grouped_casts({name: changes[name] for name in grouped})
+        elif layers[name].kind == "experts" and layers[name].lowbit.grouped == "native":
+            check_grouped_casts({name: casts})
 
 
 def smoothed(
     changes: Mapping[str, LinearCasts], layers: Mapping[str, LinearCasts], model: nn.Module, kind: str
 ) -> dict[str, LinearCasts]:
-    """Adds SwiGLU smoothing to changed casts.
-
-    Args:
-        changes: the changed casts, by layer.
-        layers: the casts of all layers before the change.
-        model: the model that holds the layers.
-        kind: of smoothing.
-    """
+    """Adds SwiGLU smoothing of a kind to changed casts; ``layers`` are the casts of all layers before the change."""
     raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in layers}
     with suppress(ValueError):  # raised if no down projection is quantized anymore
         smooth = smooth_casts(model, {raw[name]: changes.get(name, casts) for name, casts in layers.items()}, kind)
@@ -70,18 +62,14 @@ def smoothed(
 
 def matches(pattern: str, converted: Iterable[str], model: nn.Module) -> set[str]:
     """Returns the converted layers that a pattern matches; a ``ValueError`` says why there are none."""
-    converted = list(converted)
-    try:
-        return select(converted, [pattern], "casts", "converted layer")
-    except ValueError:
+    names = list(converted)
+
+    def left() -> dict[str, str]:
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        names = [clean_name(name) for name in dict.fromkeys([*linear, *convertible(model)])]
-        others: list[str] = []
-        with suppress(ValueError):
-            others = sorted(select([name for name in names if name not in converted], [pattern], "casts"))
-        if not others:
-            raise
-        raise ValueError(
-            f"casts: the pattern {pattern!r} matches {', '.join(others)}, left in high precision by skip or only, "
-            "or by default. Convert it, with overrides={...: 'bf16'} if it is to begin in high precision."
-        ) from None
+        what = (
+            "left in high precision by skip or only, or by default. Convert it, with overrides={...: 'bf16'} if it is "
+            "to begin in high precision"
+        )
+        return {name: what for name in map(clean_name, [*linear, *convertible(model)]) if name not in names}
+
+    return select(names, [pattern], "casts", "converted layer", left)

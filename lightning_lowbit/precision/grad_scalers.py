@@ -260,14 +260,8 @@ class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
 
 
 def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-    """Shares among ranks whether a gradient was non-finite on any of them.
-
-    Args:
-        scaler: the scaler, after ``unscale_``.
-        optimizer: the owner of the gradients.
-        device: the place of the flag if there are no gradients here.
-        over_ranks: True if all ranks call this; else only the flags' shapes are made uniform.
-    """
+    """Shares among ranks, after ``unscale_``, whether a gradient was non-finite on any of them. Without ``over_ranks``,
+    which says that all call this, flags only get one shape; ``device`` has the flag if there are no gradients here."""
     (flags,) = overflow_flags(scaler, optimizer)
     if not flags:  # torch's class would raise an error
         flags[device] = torch.zeros((), device=device)

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +33,14 @@ if TYPE_CHECKING:
     from lightning_lowbit.nn.sharded.gather import WeightGathers
 
 
+@dataclass(eq=False)
 class RunLayers:
     """The converted layers of a run. They need no Trainer.
 
     Their phase says which GEMMs are quantized: one for all layers, with a stack of temporary ones above it.
 
-    Args:
-        seed: of stochastic rounding.
-        **settings: as in ``LowBitPrecision``; each becomes an attribute.
-
     Attributes:
+        seed: of stochastic rounding; as the next ones, an argument of ``LowBitPrecision``.
         device: where the layers are; state follows it before a forward pass.
         blend: λ, from 0 (high precision) to 1 (quantized); a 0-d tensor that layers share.
         is_blending: True if λ is below 1.
@@ -55,21 +54,16 @@ class RunLayers:
     #: Attributes that are otherwise in another run, besides λ. Loading a state replaces them and leaves their values.
     OF_A_RUN = ("changed", "histories", "_phase", "_temporary", "step", "micro_batch", "_model")
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        exact: bool = False,
-        backend: str = "auto",
-        save: str = "inputs",
-        smooth_swiglu: str | None = None,
-        shared_amax: Iterable[str] = (),
-        quantize_before_gather: bool = False,
-        grouped: str = "auto",
-    ) -> None:
-        self.seed, self.exact, self.backend, self.save = seed, exact, backend, save
-        self.smooth_swiglu, self.shared_amax = smooth_swiglu, shared_amax
-        self.quantize_before_gather, self.grouped = quantize_before_gather, grouped
+    seed: int
+    exact: bool = False
+    backend: str = "auto"
+    save: str = "inputs"
+    smooth_swiglu: str | None = None
+    shared_amax: Iterable[str] = ()
+    quantize_before_gather: bool = False
+    grouped: str = "auto"
+
+    def __post_init__(self) -> None:
         self.device = torch.device("cpu")
         self.blend, self.is_blending = torch.ones(()), False
         self.histories: AmaxHistories | None = None
@@ -130,10 +124,8 @@ class RunLayers:
         self._model = weakref.ref(model)
 
     def convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], dtype: torch.dtype) -> None:
-        """Converts the layers of a model in place, by name; the state of a run that continues is kept.
-
-        ``dtype`` is that of everything that is not quantized. A ``ValueError`` leaves the model as it is.
-        """
+        """Converts the layers of a model in place, by name; the state of a run that continues is kept. A ``ValueError``
+        leaves the model as it is. ``dtype`` is that of everything that is not quantized."""
         check_backend(planned, self.backend, self.exact, self.device)
         autocast_dtype = None if dtype == torch.float32 else dtype
         self._dtypes = {dtype, *(parameter.dtype for parameter in model.parameters())}
@@ -262,10 +254,8 @@ class RunLayers:
 
     @contextmanager
     def forward_context(self, dtype: torch.dtype, rank: int = 0, in_use: bool = True) -> Generator[None, None, None]:
-        """Context of a forward pass: random keys of this micro-batch, shared amaxes, and autocast. Recording is off.
-
-        ``rank`` is that among data-parallel processes; ``in_use`` says whether operands are scaled by histories.
-        """
+        """Context of a forward pass: random keys of a micro-batch and data-parallel rank, shared amaxes, and autocast.
+        Recording is off; ``in_use`` says whether operands are scaled by histories."""
         self._prepare(rank, in_use)
         if self._gathers is not None:
             self._gathers.prepare()
@@ -374,10 +364,8 @@ class RunLayers:
         self._renew_casts({n: self.changed.get(n, planned) for n, planned in self.planned.items()}, keep=False)
 
     def load_state_dict(self, state: Mapping[str, Any], histories: bool = True, accumulated: int = 1) -> None:
-        """Loads counters, phase and λ, and with ``histories`` the amaxes, of a validated state.
-
-        ``accumulated`` is the number of micro-batches by which a loss is divided, for states that do not tell it.
-        """
+        """Loads counters, phase and λ, and with ``histories`` the amaxes, of a validated state. ``accumulated`` is the
+        number of micro-batches by which a loss is divided, for states that do not tell it."""
         if self.histories and histories and "amax_history" not in state:
             rank_zero_warn(
                 "The checkpoint holds no amax histories (it was trained without delayed scaling and smoothing): they "

@@ -125,17 +125,9 @@ def as_list(patterns: Iterable[str]) -> Iterable[str]:
 class ComputeDtype:
     """The dtype of everything that is not quantized: an argument, or for ``"auto"`` one that all devices have.
 
-    Args:
-        asked: ``"auto"``, a key of :data:`COMPUTE_DTYPES`, another name of it, such as Lightning's ``"bf16-mixed"`` and
-            ``32``, or a ``torch.dtype``.
-
-    Attributes:
-        name: a key of :data:`COMPUTE_DTYPES`. For ``"auto"`` it is ``"bf16"`` until a run decides.
-        reason: why it is this one, as the end of a sentence.
-        is_followed: True if a checkpoint decided.
-
-    Raises:
-        ValueError: another dtype.
+    It is ``asked`` for by a key of :data:`COMPUTE_DTYPES`, another name of it, such as Lightning's ``"bf16-mixed"`` and
+    ``32``, or a ``torch.dtype``; anything else is a ``ValueError``. For ``"auto"``, ``name`` is ``"bf16"`` until a run
+    decides. ``reason`` says why it is this one, and ``is_followed`` whether a checkpoint decided.
     """
 
     def __init__(self, asked: str | int | torch.dtype) -> None:
@@ -220,10 +212,8 @@ class Runs:
     the Trainer trains after it evaluated a         with the state before that checkpoint
       checkpoint
 
-    Attributes:
-        handles: of hooks of the optimizers.
-        before: the state before the evaluation that is under way, or before the first checkpoint that was evaluated.
-        is_of_checkpoint: True if the state is that of a checkpoint that was evaluated.
+    ``before`` is the state before the evaluation that is under way, or before the first checkpoint that was evaluated;
+    ``is_of_checkpoint`` says whether the state now is that of such a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -231,7 +221,7 @@ class Runs:
         self._trained: tuple[weakref.ref[Any], weakref.ref[nn.Module]] | None = None  # Trainer and model of the state
         self._displaced: list[weakref.ref[Any]] = []  # Trainers and models
         self._is_lost = False
-        self.handles: list[Any] = []
+        self.handles: list[Any] = []  # of hooks of the optimizers
         self.before: dict[str, Any] = {}
         self.is_of_checkpoint = False
 
@@ -279,11 +269,8 @@ class Runs:
     def go_on(self, trainer: Any, model: nn.Module, has_state: bool, has_histories: bool) -> bool:
         """Notes that a Trainer begins to use the plugin; returns whether it continues the run of the plugin's state.
 
-        Args:
-            trainer: the Trainer.
-            model: its model.
-            has_state: True if evaluation depends on the state, so that another run would lose something.
-            has_histories: True if there are amaxes, which the same run of another model would lose.
+        With ``has_state``, evaluation depends on the state, which another run would lose; with ``has_histories``, the
+        same run of another model would lose amaxes.
         """
         before, trained = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
         self._trainer = weakref.ref(trainer)

@@ -10,10 +10,8 @@ from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 
 
 class Shown:
-    """Gives a class the ``repr`` of its constructor call, such as ``FP4Precision('nvfp4', skip=['lm_head'])``.
-
-    The signature that ``help`` and notebooks show has the arguments behind ``**kwargs``, too.
-    """
+    """Gives a class the ``repr`` of its constructor call, such as ``FP4Precision('nvfp4', skip=['lm_head'])``, and the
+    signature that ``help`` and notebooks show the arguments behind ``**kwargs``, too."""
 
     _arguments: str
 

@@ -32,14 +32,10 @@ _MANY = 100  # training steps without a step of an optimizer
 
 
 class OutputLayers:
-    """The output layers of a run that are left in high precision, by default or as in its checkpoint.
-
-    Attributes:
-        left: names of the output layers that the converted model leaves in high precision.
-    """
+    """The output layers of a run that are left in high precision, by default or as in its checkpoint."""
 
     def __init__(self) -> None:
-        self.left = frozenset[str]()
+        self.left = frozenset[str]()  # names of those that the converted model leaves in high precision
         self.restart()
 
     def restart(self) -> None:
@@ -82,23 +78,13 @@ class OutputLayers:
 
 
 class RunState:
-    """The state of one run after another of a plugin, saved in checkpoints and loaded from them.
-
-    Attributes:
-        layers: the converted layers.
-        compute: the dtype of everything that is not quantized.
-        outputs: the output layers that stay in high precision.
-        scaling: the loss scale; None except in fp16.
-        runs: the Trainer and the model whose state this is.
-        fresh_histories: checkpoints' amaxes are not loaded.
-        casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error.
-    """
+    """The state of one run after another of a plugin, saved in checkpoints and loaded from them."""
 
     def __init__(self, layers: RunLayers, compute: ComputeDtype) -> None:
         self.layers, self.compute = layers, compute
         self.fresh_histories, self.casts_of_checkpoint = False, True
         self.outputs, self.runs = OutputLayers(), Runs()
-        self.scaling: LossScaling | None = None
+        self.scaling: LossScaling | None = None  # except in fp16
         self._hears_steps = self._has_warned = False
 
     @property
@@ -313,10 +299,7 @@ class RunState:
         self.layers.load_state_dict(state, not self.fresh_histories and not is_average, self._accumulated)
 
     def compare(self, trained: Trained, what: str) -> None:
-        """Reports how this run differs from a recorded training; in evaluation as an error by default.
-
-        ``what`` is the origin of the record: the subject of the message.
-        """
+        """Reports how this run differs from a recorded training (of ``what``); in evaluation as an error by default."""
         here, is_evaluating = self.trained, self.runs.is_evaluating
         differences = trained.differences(here)
         if trained.scaler != here.scaler and not is_evaluating:

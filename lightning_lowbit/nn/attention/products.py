@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
-from lightning_lowbit.nn.attention.operands import ProductPass
+from lightning_lowbit.nn.attention.function import Attention, ProductPass, QuantizedAttention
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM
 from lightning_lowbit.nn.core.calls import keys_of_call
@@ -125,19 +124,16 @@ def attend(
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))  # type: ignore[no-untyped-call]
     q, k, v = (x.expand(*lead, *x.shape[-2:]) if lead else x.unsqueeze(0) for x in (query, key, value))
-    mask = attn_mask
-    if mask is not None and mask.dim() == 1:
-        mask = mask.unsqueeze(0)
-    size = math.prod(lead) * key.shape[-2]
     how = Attention(
         qk.product_pass(query.dtype, query.device),
         pv.product_pass(query.dtype, query.device),
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal,
-        _queries_in_tile(qk.casts, pv.casts, query.shape[-2], size),
+        _queries_in_tile(qk.casts, pv.casts, query.shape[-2], math.prod(lead) * key.shape[-2]),
         dropout_p,
         bits,
     )
+    mask = None if attn_mask is None else torch.atleast_2d(attn_mask)  # type: ignore[no-untyped-call]
     with no_autocast(device):
         o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)[0]  # type: ignore[no-untyped-call]
     return o if lead else o.squeeze(0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit._torch import hooks_of, remove_hook
-from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import quantized_layers
 
 
 class ForwardContext:
@@ -22,7 +22,7 @@ class ForwardContext:
     def attach(self, model: nn.Module) -> None:
         """Registers the hooks with every module that is, or holds, a converted layer."""
         for module in model.modules():
-            if any(isinstance(part, QuantizedLayer) for part in module.modules()):
+            if quantized_layers(module):
                 module.register_forward_pre_hook(self._before)
                 module.register_forward_hook(self._after, always_call=True)
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,18 +15,20 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
-from lightning_lowbit.nn.conversion.grouping import check_grouped, check_stacks
 from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.reasons import LAZY, class_reason
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.core.saving import Readers, check_save
-from lightning_lowbit.nn.layers.classes import convert_layer, convertible, without_weight
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.classes import convert_layer, convertible, kind_of, without_weight
+from lightning_lowbit.nn.layers.grouped import grouping_obstacle
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.nn.layers.native import BACKENDS, first_kind
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
+# How the products of a stack of experts are multiplied: as the backend has it, or by one GEMM for all of them.
+GROUPED = ("auto", "native")
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -84,15 +87,11 @@ def convert(
 
 
 def convert_layers(
-    model: _Model,
-    planned: Mapping[str, LinearCasts],
-    exact: bool = False,
-    backend: str = "auto",
-    save: str = "inputs",
-    grouped: str = "auto",
+    model: _Model, planned: Mapping[str, LinearCasts], exact: bool, backend: str, save: str, grouped: str
 ) -> _Model:
     """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
-    check_stacks(model, planned, grouped)
+    if grouped == "native":
+        _check_stacks(model, planned)
     check_save(planned, save)
     readers, before = Readers() if save == "codes" else None, quantized_layers(model)
     for name, former in before.items():
@@ -106,8 +105,8 @@ def convert_layers(
         layer = convert_attention(model, name) if is_attention(name) else convert_layer(model, name)
         layer.set_casts(layer_casts)
         state = layer.lowbit
-        state.grouped = grouped
-        state.exact, state.backend, state.save, state.readers, state.keeps_input = exact, backend, save, readers, False
+        state.exact, state.backend, state.save, state.grouped = exact, backend, save, grouped
+        state.readers, state.keeps_input = readers, False
     _prepare(model)
     return model
 
@@ -129,13 +128,11 @@ def _prepare(model: nn.Module) -> None:
         warnings.warn(f"{some(lazy)}: {LAZY}. It is left in high precision.", stacklevel=2)
     for module in model.modules():
         # In evaluation torch would run these blocks as one fused operation on the raw weights, unless this flag is 0.
-        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
-            continue
-        if any(isinstance(part, QuantizedLayer) for part in module.modules()):
-            if isinstance(module, nn.TransformerEncoderLayer):
-                module.activation_relu_or_gelu = 0
-            else:  # for that operation it would give its layers a nested tensor where there is padding
-                module.use_nested_tensor = False
+        if isinstance(module, nn.TransformerEncoderLayer) and quantized_layers(module):
+            module.activation_relu_or_gelu = 0
+        # For that operation it would give its layers a nested tensor where there is padding.
+        if isinstance(module, nn.TransformerEncoder) and quantized_layers(module):
+            module.use_nested_tensor = False
 
 
 def casts_by_pattern(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
@@ -165,12 +162,8 @@ def plan(
 
 
 class Selection:
-    """The layers of a model that patterns select, as arguments of :func:`convert`; errors are the same.
-
-    Attributes:
-        casts: of the selected layers, by name.
-        excluded: names of selected layers that stay in high precision by default, but for output layers.
-    """
+    """The layers of a model that patterns select, as arguments of :func:`convert`; errors are the same. ``casts`` has
+    all of these by name, ``excluded`` those that stay in high precision by default, but for output layers."""
 
     def __init__(
         self,
@@ -192,28 +185,26 @@ class Selection:
                 "it out."
             )
         self._layers, others = Names(model, [*self._modules, *products]), casts_by_pattern(overrides)
-        skipped = select(self._layers, skip, "skip", left=self._other_modules)
-        chosen = self._layers if only is None else select(self._layers, only, "only", left=self._other_modules)
-        matches = {
-            pattern: select(self._layers, [pattern], "overrides", left=self._other_modules) for pattern in others
-        }
+        matched = partial(select, self._layers, left=self._other_modules)
+        skipped, chosen = matched(skip, "skip"), self._layers if only is None else matched(only, "only")
         self._patterns = [*(only or ()), *others]
-        self.casts: dict[str, LinearCasts] = {}
-        choices = {
-            name: next((pattern for pattern in others if name in matches[pattern]), None)
+        self.casts = {
+            name: product_default if name in products else default
             for name in self._layers
             if name in chosen and name not in skipped
         }
-        for name, pattern in choices.items():
-            usual = product_default if name in products else default
-            self.casts[name] = usual if pattern is None else others[pattern]
-        if idle := [pattern for pattern in others if pattern not in choices.values()]:
-            raise ValueError(
-                f"overrides: {idle[0]!r} gives no layer its casts. It names {some(sorted(matches[idle[0]]))}; skip or "
-                "only leave these out, or an earlier pattern names them. Leave it out, or put it first."
-            )
+        usual = set(self.casts)
+        for pattern, layer_casts in others.items():
+            names = matched([pattern], "overrides")
+            if not names & usual:
+                raise ValueError(
+                    f"overrides: {pattern!r} gives no layer its casts. It names {some(sorted(names))}; skip or only "
+                    "leave these out, or an earlier pattern names them. Leave it out, or put it first."
+                )
+            self.casts |= dict.fromkeys(names & usual, layer_casts)
+            usual -= names
         check_planned_attention(self.casts, products)
-        if products and not any(name in self.casts for name in products):
+        if products and not products.keys() & self.casts.keys():
             raise ValueError(
                 f"attention={product_default}: skip and only leave none of {some(products)}. Leave it out."
             )
@@ -231,10 +222,11 @@ class Selection:
             )
 
     def _other_modules(self) -> dict[str, str]:
-        """Returns why other modules than the layers stay in high precision, by name."""
+        """Says why other modules than the layers stay in high precision, by name."""
         modules = {name: module for name, module in self._model.named_modules() if name not in self._layers}
         reasons = {name: class_reason(module) for name, module in modules.items()}
-        return {clean_name(name): str(reason) for name, reason in reasons.items() if reason is not None}
+        what = "which stays in high precision"
+        return {clean_name(name): f"{what}: {reason}" for name, reason in reasons.items() if reason is not None}
 
     @property
     def excluded_with_outputs(self) -> set[str]:
@@ -284,6 +276,27 @@ def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mappin
             )
 
 
+def _check_stacks(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError`` where the layers of ``planned`` hold no stack, or one that grouped GEMMs do not serve."""
+    modules = convertible(model)
+    stacks = {name: casts for name, casts in planned.items() if name in modules and kind_of(modules, name) == "experts"}
+    if not stacks:
+        raise ValueError(
+            "grouped='native' is for stacks of experts, and none is among the layers to convert. Leave it out."
+        )
+    check_grouped_casts(stacks)
+
+
+def check_grouped_casts(stacks: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError`` for the casts of a stack, by name, that grouped GEMMs do not serve."""
+    for name, casts in stacks.items():
+        if (reason := grouping_obstacle(casts)) is not None:
+            raise ValueError(
+                f"grouped='native' does not serve the casts of {clean_name(name) or 'the stack'}: {reason}, leave the "
+                "stack out by skip, or leave grouped out."
+            )
+
+
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
     """Casts of a model's layers by the clean names of a checkpoint; a ``ValueError`` if it has no layer of a name."""
     layers = {clean_name(name): name for name in [*convertible(model), *attending(model)]}
@@ -305,18 +318,20 @@ def check_backend(
     """Raises a ``ValueError`` for an unknown backend, or one that the casts of a layer, the device or other settings do
     not support."""
     choose("backend", backend, BACKENDS)
-    check_grouped(grouped, exact, backend)
+    if choose("grouped", grouped, GROUPED) == "native" and (exact or backend == "native"):
+        other = "exact=True" if exact else "backend='native'"
+        raise ValueError(
+            f"grouped='native' multiplies the products of experts in bfloat16, and {other} does not: choose one."
+        )
     if backend != "native":
         return
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
-
     if attended := [name for name in planned if is_attention(name) and planned[name] != LinearCasts()]:
         raise ValueError(
             f"backend='native', but attention's products, such as {clean_name(attended[0])}, have no native GEMM. Use "
             "backend='auto', or leave out attention."
         )
-
     every = [(name, casts, gemm) for name, casts in planned.items() for gemm in GEMMS]
     quantized = [(name, casts, gemm) for name, casts, gemm in every if casts.has_cast(OPERANDS_OF[gemm])]
     if lacking := [(name, gemm) for name, casts, gemm in quantized if gemm not in casts.native_gemms]:
@@ -353,8 +368,8 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
     """
     if isinstance(blend, Tensor):
         if blend.shape != () or blend.dtype != torch.float32:
-            got = f"{blend.dtype} of shape {tuple(blend.shape)}"
-            raise ValueError(f"blend is a number or a 0-d float32 tensor; got {got}.")
+            shape = tuple(blend.shape)
+            raise ValueError(f"blend is a number or a 0-d float32 tensor; got {blend.dtype} of shape {shape}.")
         check_blend(blend.item())
     elif blend is not None:
         blend = None if check_blend(blend) == 1 else float(blend)

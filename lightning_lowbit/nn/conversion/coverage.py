@@ -178,10 +178,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def coverage(
         self, phase: str | None = None, hp_bits: int = 16, full_casts: Mapping[str, LinearCasts] | None = None
     ) -> Coverage:
-        """Returns the low-bit share in a phase or (None) with the casts in force; high precision has ``hp_bits``.
-
-        With ``full_casts`` it is that of a phase of other casts than those of now, by layer.
-        """
+        """Returns the low-bit share in a phase or (None) with the casts in force; high precision has ``hp_bits``. With
+        ``full_casts`` it is that of a phase of other casts than those of now, by layer."""
         full_casts = full_casts or {}
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
@@ -213,9 +211,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_composite(operation: OpOverload) -> bool:
     """Returns whether an operation has no kernel of its own, and consists of others."""
     name: str = operation.name()  # type: ignore[no-untyped-call]
-    has = has_kernel
-    kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    return has(name, "CompositeImplicitAutograd") and not any(has(name, key) for key in kernels)
+    others = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, kernel) for kernel in others)
 
 
 def _is_nested(*values: Any) -> bool:

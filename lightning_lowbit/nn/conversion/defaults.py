@@ -4,6 +4,15 @@ layers.
 Routers decide by small differences, adapters are small matrices beside large ones, and a narrow layer has next to no
 arithmetic. A pattern of ``only`` or ``overrides`` that matches the layer's own name, such as ``router``, quantizes it.
 
+Routers of experts are recognized by the names that transformers and litgpt give them. A block is a module with a child
+that holds experts (``experts`` in its name or its class). A router is
+
+- a layer ``router`` or ``gate`` of a block, or within three levels of one, with as many outputs as there are experts;
+- a layer within a ``…Router``, ``…Gate`` or ``…Gating`` of a block;
+- a layer ``shared_expert_gate``.
+
+``gate_proj`` of an MLP is none: it is part of an expert, or of a module without any.
+
 A layer is narrow if fprop contracts over fewer ``in_features``, or dgrad over fewer ``out_features``, than half of the
 smallest block of the GEMM's casts, while its other side has at least four blocks: a head ``[1, 768]``, but no layer
 ``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
@@ -17,14 +26,20 @@ from typing import Any
 from torch import nn
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.moe import is_router
 from lightning_lowbit.nn.conversion.patterns import select, select_by_name
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.layers.registry import quantized_class
 
 _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each GEMM contracts
-_LEVELS = 3  # most modules between an adapter and the layer that it adapts
+_LEVELS = 3  # most modules between an adapter and the layer that it adapts, or a block and a layer of its router
+
+_ROUTER_CLASS = re.compile(r".*(Router|TopK\w*Gat(e|ing))|(Moe|MoE)\w*Gat(e|ing)|\w+(Moe|MoE)(V\d+)?Gate")
+_ROUTER_IN_BLOCK = re.compile(r".*(Router(MLP)?|Gate|Gating)")  # a class
+_ROUTER = re.compile(r"(\w+_)?(router|gate)|wg")
+_SHARED_GATE = re.compile(r"shared_experts?_gate")
+_EXPERTS = re.compile(r"experts?", re.IGNORECASE)
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_expert", "n_experts")
 
 OUTPUT = "the output layer"
 _HEAD = re.compile(r"(\w+_)?(head|classifier)|actor|critic")  # may be registered before the layers that it reads
@@ -32,11 +47,9 @@ _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
 def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
-    """Returns the reasons of layers that stay in high precision by default, by name.
-
-    ``casts`` are the casts that the layers would have; only layers that it names are looked at.
-    """
-    modules = _by_name(model)
+    """Returns the reasons of layers that stay in high precision by default, by name, among those whose casts to be are
+    given by name."""
+    modules = modules_by_name(model)
     # A model that is one layer was named by giving it.
     reasons = {name: _reason(clean_name(name), modules, casts[name]) for name in casts if name}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -55,7 +68,7 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
     With a layer of 1 or 3 come its twins in copies of the module around it, such as teachers and averages. Routers and
     adapters are never output layers, nor is a model that is one layer.
     """
-    modules = _by_name(model)
+    modules = modules_by_name(model)
     names = [name for name, layer in layers.items() if name and _can_be_output(clean_name(name), layer, modules)]
     declared = [output for module in modules.values() if (output := _declared(module)) is not None]
     if declared:
@@ -88,12 +101,6 @@ def _are_parallel(name: str, last: str, layers: Mapping[str, nn.Module], modules
     return is_list or are_called or isinstance(modules.get(parent), nn.ModuleDict)
 
 
-def _sides(layer: Any) -> tuple[int, int] | None:
-    """Returns outputs and inputs of a linear layer, channels of a convolution."""
-    channels = getattr(layer, "out_channels", None), getattr(layer, "in_channels", None)
-    return channels if all(isinstance(size, int) for size in channels) else _shape(layer)  # type: ignore[return-value]
-
-
 def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
     """Adds the layers at the same place in copies of a module around them, in the order of ``names``."""
     kinds: dict[Any, list[str]] = {}
@@ -109,7 +116,8 @@ def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[s
     return [name for name in names if clean_name(name) in twins]
 
 
-def _by_name(model: nn.Module) -> dict[str, nn.Module]:
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules of a model by clean names, a composite layer before its parts."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(clean_name(name), module)
@@ -125,7 +133,7 @@ def _kind(layer: nn.Module | None) -> str | None:
 def _can_be_output(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
     if _kind(layer) not in ("linear", "convolution"):
         return False
-    return not is_router(name, getattr(layer, "out_features", None), modules) and not _is_adapter(name, modules)
+    return not _is_router(name, getattr(layer, "out_features", None), modules) and not _is_adapter(name, modules)
 
 
 def _declared(module: Any) -> nn.Module | None:
@@ -151,30 +159,32 @@ def is_left_output(module: nn.Module) -> bool:
 
 def drop_named(names: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
     """Drops the names that a pattern names: by the layer itself, or by a module around it that has no other layers."""
-    named: set[str] = set()
+    rest = set(names)
     for pattern in patterns:
         matched = select(layers, [pattern], "a pattern")
-        named |= matched if matched <= set(names) else select_by_name(layers, pattern)
-    return set(names) - named
+        rest -= matched if matched <= set(names) else select_by_name(layers, pattern)
+    return rest
 
 
 def _reason(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> str | None:
     layer = modules.get(name)
     if _kind(layer) != "linear":
         return None
-    shape = _shape(layer)
-    if is_router(name, None if shape is None else shape[0], modules):
+    shape = _sides(layer)
+    if _is_router(name, None if shape is None else shape[0], modules):
         return "a router of experts"
     if _is_adapter(name, modules):
         return "an adapter"
     return None if shape is None else _narrow(shape, casts)
 
 
-def _shape(layer: Any) -> tuple[int, int] | None:
-    """Returns ``(out_features, in_features)``: as attributes if there are any, since FSDP1 flattens weights."""
-    declared = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
-    if all(isinstance(size, int) for size in declared):
-        return declared  # type: ignore[return-value]
+def _sides(layer: Any) -> tuple[int, int] | None:
+    """Returns outputs and inputs of a linear layer, or channels of a convolution: as attributes if there are any, since
+    FSDP1 flattens weights."""
+    for what in ("channels", "features"):
+        declared = getattr(layer, f"out_{what}", None), getattr(layer, f"in_{what}", None)
+        if all(isinstance(size, int) for size in declared):
+            return declared  # type: ignore[return-value]
     if layer.weight.dim() != 2:
         return None
     matrix = quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr]
@@ -191,6 +201,42 @@ def _narrow(shape: tuple[int, int], casts: LinearCasts) -> str | None:
             what = ("output", "input")[side] + "s" * (shape[side] != 1)
             return f"narrow, {shape[side]} {what} for blocks of {block}"
     return None
+
+
+def is_router_class(cls: type) -> bool:
+    return _ROUTER_CLASS.fullmatch(cls.__name__) is not None
+
+
+def _is_router(name: str, outputs: int | None, modules: Mapping[str, nn.Module]) -> bool:
+    """Returns whether the layer of a name, with so many output features, is a router of experts."""
+    path = name.split(".")
+    if _SHARED_GATE.fullmatch(path[-1]):
+        return True
+    for level in range(1, min(len(path), _LEVELS) + 1):
+        block = modules.get(".".join(path[:-level]))
+        if block is None or not _experts(block) or _EXPERTS.search(path[-level]):
+            continue
+        child = modules.get(".".join(path[: len(path) - level + 1]))
+        if level > 1 and _ROUTER_IN_BLOCK.fullmatch(type(child).__name__):
+            return True
+        return bool(_ROUTER.fullmatch(path[-1])) and outputs in _counts(block)
+    return False
+
+
+def _experts(block: nn.Module) -> list[nn.Module]:
+    children = block.named_children()
+    return [child for name, child in children if _EXPERTS.search(name) or _EXPERTS.search(type(child).__name__)]
+
+
+def _counts(block: nn.Module) -> set[Any]:
+    """Returns all numbers that may be that of a block's experts."""
+    experts = _experts(block)
+    counts: set[Any] = {getattr(module, count, None) for module in (block, *experts) for count in _COUNTS}
+    for child in experts:
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            counts.add(len(child))
+        counts |= {parameter.shape[0] for parameter in child.parameters(recurse=False) if parameter.dim() > 2}
+    return counts - {None}
 
 
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:

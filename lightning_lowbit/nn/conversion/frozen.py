@@ -11,7 +11,8 @@ from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obs
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
 from lightning_lowbit.nn.core.frozen import Frozen
-from lightning_lowbit.nn.layers.layer import QuantLinear, quantized_layers
+from lightning_lowbit.nn.layers.classes import convertible
+from lightning_lowbit.nn.layers.layer import QuantLinear, clean_name, quantized_layers
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -50,14 +51,17 @@ def pack_frozen(
         >>> model = pack_frozen(model.requires_grad_(False), "nvfp4-nvidia", skip=["lm_head"])
     """
     planned = plan(model, casts, skip, only, overrides)
-    weights = {name: getattr(model.get_submodule(name), "weight", None) for name in planned}
-    frozen = {name: planned[name] for name in planned if (w := weights[name]) is not None and not w.requires_grad}
+    modules = convertible(model)
+    weights: dict[str, Any] = {
+        name: getattr(modules[name], "weight", next(modules[name].parameters(), None)) for name in planned
+    }
+    frozen = {name: casts for name, casts in planned.items() if not weights[name].requires_grad}
     if not frozen:
         raise ValueError(
             f"pack_frozen keeps weights with requires_grad=False as codes, and of {len(planned)} layers, e.g. "
             f"{some(planned)}, none is frozen. Call model.requires_grad_(False) first, and add adapters afterwards."
         )
-    obstacles = {name: _obstacle(model.get_submodule(name), frozen[name], dtype) for name in frozen}
+    obstacles = {clean_name(name): _obstacle(modules[name], casts, dtype) for name, casts in frozen.items()}
     if refused := group_by_reason(obstacles):
         raise ValueError(
             f"pack_frozen cannot keep these weights as codes. {explain_groups(refused)}. Skip them, or give other "

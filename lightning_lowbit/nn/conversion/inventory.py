@@ -12,14 +12,7 @@ from lightning_lowbit.nn.layers.registry import converted_class
 
 
 class Inventory:
-    """The layers of a model at a moment, converted or not (hosts' products, not hosts), to tell changes later.
-
-    Examples:
-        >>> inventory = Inventory(model)
-        >>> model.append(torch.nn.Linear(8, 8))
-        >>> inventory.take(model)
-        ({'3': Linear(in_features=8, out_features=8, bias=True)}, [])
-    """
+    """The layers of a model at a moment, converted or not (hosts' products, not hosts), to tell changes later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[str, weakref.ref[nn.Module]] = {}

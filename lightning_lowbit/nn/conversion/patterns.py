@@ -7,7 +7,7 @@ first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 
 from torch import nn
 
@@ -49,17 +49,10 @@ def select(
     kind: str = "linear layer",
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
-    """Selects the names that any of the patterns matches.
+    """Selects the names that any of the patterns matches; raises a ``ValueError`` for one that matches none.
 
-    Args:
-        names: of layers; as :class:`Names`, each layer has all of its names.
-        patterns: as above.
-        argument: the argument that has the patterns, for errors.
-        kind: what errors call the layers.
-        left: returns the reasons of modules that cannot be selected, by name.
-
-    Raises:
-        ValueError: a pattern matches none of the names.
+    As :class:`Names`, each layer has all of its names. Errors name the ``argument`` that has the patterns, the ``kind``
+    of layers, and what ``left`` returns of modules that cannot be selected, by name.
     """
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
@@ -73,17 +66,14 @@ def select(
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
-        called = _spellings(pattern, names)
-        matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
+        matched = _matched(compiled, names)
         if not matched:
-            for name, why in left().items():
-                if _matches(compiled, clean_name(name).split(".")):
-                    raise ValueError(
-                        f"{argument}: the pattern {pattern!r} matches {name}, which stays in high precision: {why}."
-                    )
+            others = left()
+            for name in _matched(compiled, [*others]):
+                raise ValueError(f"{argument}: the pattern {pattern!r} matches {name}, {others[name]}.")
             advice = f"There are {len(names)}, e.g. {some(map(clean_name, names))}. {_advice(pattern, names)}"
             raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {advice}")
-        selected |= matched
+        selected.update(matched)
     return selected
 
 
@@ -115,20 +105,22 @@ def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]
     if not _NEGATIVE.search(pattern):
         return paths
     lengths: dict[tuple[str, ...], int] = {}
-    for path in (path for spelled in paths.values() for path in spelled):
+    for path in chain.from_iterable(paths.values()):
         for i, part in enumerate(path):
             if part.isdigit():
                 lengths[tuple(path[:i])] = max(lengths.get(tuple(path[:i]), 0), int(part) + 1)
 
-    def choices(path: Sequence[str], i: int) -> Iterable[str]:
-        return (path[i], str(int(path[i]) - lengths[tuple(path[:i])])) if path[i].isdigit() else (path[i],)
-
     def spell(path: Sequence[str]) -> list[list[str]]:
-        return [*map(list, product(*(choices(path, i) for i in range(len(path)))))]
+        numbers = {i: int(part) - lengths[tuple(path[:i])] for i, part in enumerate(path) if part.isdigit()}
+        choices = [(part, str(numbers[i])) if i in numbers else (part,) for i, part in enumerate(path)]
+        return [*map(list, product(*choices))]
 
     return {name: [spelling for path in spelled for spelling in spell(path)] for name, spelled in paths.items()}
 
 
-def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:
-    ends = range(1, len(parts) + 1)  # the layer and the modules around it
-    return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
+def _matched(pattern: re.Pattern[str], names: Sequence[str]) -> list[str]:
+    def matches(parts: Sequence[str]) -> bool:
+        ends = range(1, len(parts) + 1)  # the layer and the modules around it
+        return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
+
+    return [name for name, paths in _spellings(pattern.pattern, names).items() if any(map(matches, paths))]

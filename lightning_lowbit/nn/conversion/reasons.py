@@ -8,8 +8,13 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.defaults import OUTPUT, default_reasons, is_left_output
-from lightning_lowbit.nn.conversion.moe import is_router_class
+from lightning_lowbit.nn.conversion.defaults import (
+    OUTPUT,
+    default_reasons,
+    is_left_output,
+    is_router_class,
+    modules_by_name,
+)
 from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
 from lightning_lowbit.nn.layers.composite import CompositeLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
@@ -39,19 +44,18 @@ _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that
 _SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it, given that forward")
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
+_KINDS: dict[Any, Reason] = {
+    ConvNd: Reason("a subclass of a convolution, with a forward of its own"),
+    nn.MultiheadAttention: Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own"),
+    nn.RNNBase: Reason("recurrent"),
+}
 
 
 class Reasons:
-    """Finds the reason for each module of a model.
-
-    Attributes:
-        defaults: of layers that are left out by default (:mod:`lightning_lowbit.nn.conversion.defaults`), by name.
-    """
+    """Finds the reason for each module of a model; ``defaults`` are those of layers left out by default, by name."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: dict[str, nn.Module] = {}
-        for name, module in model.named_modules():
-            self._modules.setdefault(clean_name(name), module)  # a composite layer before its parts
+        self._modules = modules_by_name(model)
         layers = quantized_layers(model)
         self._rest = _LEFT_OUT if layers else _NOT_CONVERTED
         casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
@@ -109,12 +113,9 @@ def class_reason(module: Any) -> Reason | None:
     if is_parametrized(module):
         return Reason(COMPUTED_WEIGHT)
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
-    if isinstance(module, ConvNd):
-        return Reason("a subclass of a convolution, with a forward of its own")
-    if isinstance(module, nn.MultiheadAttention):
-        return Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own")
-    if isinstance(module, nn.RNNBase):
-        return Reason("recurrent")
+    for kind, reason in _KINDS.items():
+        if isinstance(module, kind):
+            return reason
     if is_router_class(type(module)):
         return Reason("a router of experts")
     if matrices and (odd := odd_parameter(module)) is not None:

@@ -80,8 +80,8 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
                 f"{next(iter(by_module.values()))[0]}. One pattern matches all that share: '(q|k|v)_proj'."
             )
         result += [names for names in together if any(casts[name].fprop_w is not None for name in names)]
-    reasons = [_misfit({name: casts[name] for name in names}) for names in result]
-    if misfits := [(names, reason) for names, reason in zip(result, reasons, strict=True) if reason is not None]:
+    reasons = [(names, _misfit({name: casts[name] for name in names})) for names in result]
+    if misfits := [(names, reason) for names, reason in reasons if reason is not None]:
         (names, reason), others = misfits[0], [name for names, _ in misfits[1:] for name in names]
         also = f" Nor can {some(others)}." if others else ""
         raise ValueError(

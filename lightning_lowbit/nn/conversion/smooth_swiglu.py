@@ -171,9 +171,8 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
             up.lowbit.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
         _matrix(down).mul_(s.reciprocal())
         if isinstance(down, QuantizedLayer):
-            down.lowbit.casts, down.lowbit.full_casts = (
-                casts.replace(smooth=None) for casts in (down.casts, down.full_casts)
-            )
+            down.lowbit.casts = down.casts.replace(smooth=None)
+            down.lowbit.full_casts = down.full_casts.replace(smooth=None)
     return model
 
 

@@ -137,8 +137,8 @@ class WeightGathers:
         self, model: nn.Module, dtype: torch.dtype | None = None, casts: Mapping[str, LinearCasts] | None = None
     ) -> None:
         check_gathers(model, casts or {n: layer.full_casts for n, layer in quantized_layers(model).items()}, dtype)
-        release_gathers(model)
         self._model = model
+        self.release()
         self._gathers = [
             _Gather(self, record, module, dtype)
             for module, record in records(model)
@@ -146,7 +146,12 @@ class WeightGathers:
         ]
 
     def release(self) -> None:
-        release_gathers(self._model)
+        """Gives the weights back to FSDP2, also those of former gathers."""
+        for module, record in records(self._model):
+            if isinstance(record, ExtendedRecord):
+                module.reshard()
+                record.extension.layer.lowbit.prequantized_weight = None
+                record.release()
 
     def prepare(self) -> None:
         """Call before a forward pass: measures weights where casts need it, and reshards outdated ones."""
@@ -184,14 +189,6 @@ class WeightGathers:
                 gather.take(amax, total)
 
 
-def release_gathers(model: nn.Module) -> None:
-    for module, record in records(model):
-        if isinstance(record, ExtendedRecord):
-            module.reshard()
-            record.extension.layer.lowbit.prequantized_weight = None
-            record.release()
-
-
 class _Gather:
     """Gathers one weight in few bits, and measures the statistics that its cast needs."""
 
@@ -208,9 +205,8 @@ class _Gather:
         self._mean: Tensor | None = None
         self.gathered_with: Cast | None = None  # in the last gather
         module.reshard()
-        self.record = extend(
-            record, self
-        )  # loading and `module.to` replace the local tensor, where FSDP2 looks for an extension
+        # Loading and `module.to` replace the local tensor, where FSDP2 looks for an extension.
+        self.record = extend(record, self)
 
     @property
     def _cast(self) -> Cast | None:
@@ -218,10 +214,8 @@ class _Gather:
         layer, casts = self.layer, self.layer.casts
         if casts_obstacle(casts) is not None or layer.lowbit.blend is not None or layer.lowbit.operand_sums is not None:
             return None
-        if (
-            "dgrad_w" not in casts.traits.from_fprop
-        ):  # shared: if only one of the GEMMs is native, they need different forms
-            native = layer.native_gemms(self.record.device)
+        if "dgrad_w" not in casts.traits.from_fprop:  # shared
+            native = layer.native_gemms(self.record.device)  # if only one of the GEMMs is, they need different forms
             if ("fprop" in native) != ("dgrad" in native):
                 return None
         return None if misfit(self.record, casts, self._dtype) else casts.fprop_w
@@ -240,10 +234,8 @@ class _Gather:
 
     @property
     def needs_statistic(self) -> bool:
-        cast = self._cast
-        if cast is not None and cast.scale.needs_amax:
-            return self.layer.lowbit.weight_amax is None
-        return cast is not None and cast.scale.block == "tensor"
+        cast, is_shared = self._cast, self.layer.lowbit.weight_amax is not None
+        return cast is not None and (not is_shared if cast.scale.needs_amax else cast.scale.block == "tensor")
 
     def _state(self, cast: Cast) -> tuple[Any, ...]:
         # A DTensor and its local tensor each count their own changes only.

@@ -1,27 +1,38 @@
-"""Reads checkpoints (files, or folders of shards) without a Trainer, and validates their state."""
+"""Reads checkpoints (files, or folders of shards) without a Trainer, and validates their state and weights.
+
+Names, shapes and dtypes of weights are compared with a model's before they are loaded. Shards of a folder are described
+by ``.metadata``, a pickle. torch reads it with any class that it names; here it may name torch's own descriptions
+alone, as ``weights_only`` promises.
+"""
 
 import os
+import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.nn.casts.linear_casts import PHASES
-from lightning_lowbit.saved_state import NUMBER, OneOf, check_state, count, is_dense, row
+from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.saved_state import NUMBER, OneOf, check_state, count, is_dense, row, shown
 
 CHECKPOINT_KEY = "lightning_lowbit"
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
 
 _META = "meta.pt"  # the name that Lightning's strategies use
 _OBJECT = re.compile(r"(?i:unsupported global):? (?:GLOBAL )?([\w.]+)")  # in errors of torch.load
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # keys of torch's state
-
 
 TRUST = "If you trust whoever wrote it, give weights_only=False."
 
@@ -29,14 +40,8 @@ TRUST = "If you trust whoever wrote it, give weights_only=False."
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: str = TRUST) -> Mapping[str, Any]:
     """Returns the content of a file or of a folder (without weights); a mapping is returned as it is.
 
-    Args:
-        checkpoint: a path, or a mapping.
-        weights_only: as in ``torch.load``.
-        advice: for files with other objects than tensors and primitives, which ``weights_only`` refuses.
-
-    Raises:
-        FileNotFoundError: the path does not exist.
-        ValueError: it is no checkpoint.
+    Raises ``FileNotFoundError``, or ``ValueError`` for what is no checkpoint, or a file with other objects than tensors
+    and primitives, which ``weights_only`` refuses and ``advice`` is for.
     """
     if isinstance(checkpoint, Mapping):
         return checkpoint
@@ -114,3 +119,131 @@ _STATE = {
     "gradient_scale?": {str: row},
     "trained?": OneOf({}, type(None)),
 }
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
+    """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing, unless the model's
+    ``strict_loading`` is False, or differ in shape."""
+    needed: Mapping[str, Any] = model.state_dict()
+    if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
+        tensors = load_checkpoint(checkpoint, weights_only).get("state_dict")
+        if not isinstance(tensors, Mapping):
+            raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
+    else:
+        tensors = load_shards(needed, Path(checkpoint).expanduser())
+    plain = {clean_name(name): tensor for name, tensor in tensors.items()}  # of wrappers such as torch.compile's
+    tensors = {**{name: plain[known] for name in needed if (known := clean_name(name)) in plain}, **tensors}
+    if not getattr(model, "strict_loading", True):
+        needed = {name: tensor for name, tensor in needed.items() if name in tensors}
+    if missing := [name for name in needed if name not in tensors]:
+        lacks = f"lacks {len(missing)} of the model's {len(needed)} tensors, e.g. {missing[0]}"
+        raise ValueError(
+            f"The checkpoint {lacks}; it has e.g. {next(iter(tensors), 'none')}. If the model is a part of the module "
+            "that was trained, give its name there as prefix."
+        )
+    if packed := [name for name in needed if _dtype(tensors[name]) == torch.uint8 != _dtype(needed[name])]:
+        raise ValueError(
+            f"The checkpoint keeps {len(packed)} weights as codes, e.g. {packed[0]}, and the model matrices. Build the "
+            "model as for training: call pack_frozen(model, casts) first."
+        )
+    into_codes = {n for n in needed if _dtype(needed[n]) == torch.uint8 and _dtype(tensors[n]) in FLOATS}
+    check_tensors({name: tensor for name, tensor in needed.items() if name not in into_codes}, tensors)
+    try:
+        model.load_state_dict({name: tensors[name] for name in needed}, strict=getattr(model, "strict_loading", True))
+    except RuntimeError as error:  # a matrix has another shape than that of the codes
+        raise ValueError(str(error)) from error
+
+
+def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
+    """Raises a ``ValueError`` if an entry of a checkpoint is no tensor, or has another shape or dtype than the model
+    needs; without ``same_dtype`` weights may be in any of ``FLOATS``."""
+    differences = {name: differs(needed[name], tensors[name], same_dtype) for name in needed if name in tensors}
+    if wrong := {name: how for name, how in differences.items() if how is not None}:
+        name = next(iter(wrong))
+        others = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"The checkpoint has another {name} than the model: {wrong[name]}{others}. Build the model as for "
+            "training, in the dtype of its weights (model.to(dtype)); or load another checkpoint, if this one is "
+            "damaged."
+        )
+
+
+def differs(needed: Any, value: Any, same_dtype: bool) -> str | None:
+    """Returns how an entry of a file differs from the tensor that a model needs, in words; None if it does not."""
+    if not isinstance(needed, Tensor):  # a module's extra state
+        return None
+    if not isinstance(value, Tensor):
+        return f"it is {shown(value)}, and no tensor"
+    dtypes = FLOATS if needed.dtype in FLOATS and not same_dtype else (needed.dtype,)
+    if value.shape == needed.shape and value.dtype in dtypes and is_dense(value):
+        return None
+    return f"it is {shown(value)}, and {shown(needed)} is needed"
+
+
+def load_shards(needed: Mapping[str, Any], folder: Path, same_dtype: bool = True) -> dict[str, Any]:
+    """Loads the needed tensors that a folder of shards has, on the CPU; raises as :func:`check_tensors`."""
+    reader = _Reader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    # Prefixes of Lightning's strategies for FSDP1 and FSDP2.
+    prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in entries for name in needed)), "")
+    described = {n: _described(entries[f"{prefix}{n}"]) for n in needed if f"{prefix}{n}" in entries}
+    check_tensors({name: needed[name] for name in described}, described, same_dtype)
+    shards = {f"{prefix}{name}": torch.empty(t.shape, dtype=t.dtype) for name, t in described.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            load_distributed(shards, storage_reader=reader, no_dist=True)
+    except Exception as error:  # shards that are missing or damaged raise errors of many classes, and torch's own
+        raise ValueError(f"The shards in {folder} cannot be read ({type(error).__name__}). Give another.") from error
+    return {name: shards[f"{prefix}{name}"] for name in described}
+
+
+def _described(entry: Any) -> Any:
+    """Returns a tensor of one number with the shape and dtype of a described one; other entries as they are."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return entry
+    return torch.empty((), dtype=entry.properties.dtype).expand(entry.size)
+
+
+class _Reader(FileSystemReader):
+    """Reads shards within their folder, and runs no code that they name."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Descriptions(file).load()
+            files = {info.relative_path for info in metadata.storage_data.values()}
+            entries = {*map(type, metadata.state_dict_metadata)}
+        except Exception as error:  # a damaged pickle raises errors of any class
+            raise ValueError(f"{path} cannot be read ({error}). Give another checkpoint.") from error
+        if entries - {str} or any(PurePath(name).name != name for name in files):
+            raise ValueError(f"{path} names files that are not beside it. Give another checkpoint.")
+        metadata.storage_meta = None
+        return metadata
+
+
+class _Descriptions(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _NAMES.get(module, ()):
+            raise ValueError(f"it names {module}.{name}, and descriptions of tensors do not")
+        return super().find_class(module, name)
+
+
+_NAMES: Mapping[str, set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    **dict.fromkeys(
+        ("pathlib", "pathlib._local"), {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
+    ),
+    "collections": {"OrderedDict"},
+}
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, Tensor) else None

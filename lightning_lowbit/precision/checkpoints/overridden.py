@@ -5,7 +5,7 @@ For a scheduled learning rate or weight decay, the initial values are compared. 
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -73,18 +73,14 @@ def _scheduler_options(scheduler: Any) -> dict[str, Any]:
     return {name: _plain(value) for name, value in scheduler.state_dict().items() if name in names}
 
 
-def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
+def _held(saved: Mapping[str, Any], name: str) -> list[Any]:
+    """Returns the saved value of an option, if there is one."""
     initial = name if name in ("lr", "initial_lr") else f"initial_{name}"
-    for key in (initial, name.removeprefix("initial_")):
-        if key in saved:
-            yield _plain(saved[key])
-            return
+    return [_plain(saved[key]) for key in (initial, name.removeprefix("initial_")) if key in saved][:1]
 
 
-def _nested(scheduler: Any) -> Iterator[Any]:
-    yield scheduler
-    for one in schedules_of(scheduler):
-        yield from _nested(one)
+def _nested(scheduler: Any) -> list[Any]:
+    return [scheduler, *(inner for one in schedules_of(scheduler) for inner in _nested(one))]
 
 
 def _plain(value: Any) -> Any:

@@ -13,9 +13,8 @@ from lightning_lowbit._lightning import LightningModule, is_overridden
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
-from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint, load_weights
 from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
-from lightning_lowbit.precision.checkpoints.weights import load_weights
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
@@ -57,13 +56,8 @@ def restore(
     trained = replace(origin.trained, outputs=())
     if trained.backend == "native":  # would raise on other hardware; emulation gives the same results
         trained = replace(trained, backend="auto")
-    layers = RunLayers(
-        origin.state["seed"],
-        exact=trained.exact,
-        backend=trained.backend,
-        smooth_swiglu=trained.smooth_swiglu,
-        shared_amax=trained.shared_amax,
-    )
+    settings = {name: getattr(trained, name) for name in ("exact", "backend", "smooth_swiglu", "shared_amax")}
+    layers = RunLayers(origin.state["seed"], **settings)
     root = _within(model, prefix)
     planned = plan_by_name(root, trained.planned)
     if trained.shared_amax:
@@ -82,10 +76,8 @@ def restore(
 
 
 def run_hooks(module: nn.Module, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Lets a ``LightningModule`` make its layers and read a checkpoint, as its ``load_from_checkpoint`` does.
-
-    Returns the checkpoint as the module's ``on_load_checkpoint`` leaves it; ``loaded`` itself stays as it is.
-    """
+    """Lets a ``LightningModule`` make its layers and read a checkpoint, as its ``load_from_checkpoint`` does; returns
+    the checkpoint as the module's ``on_load_checkpoint`` leaves it, and leaves ``loaded`` as it is."""
     if not isinstance(module, LightningModule):
         return loaded
     if is_overridden("configure_model", module):

@@ -18,7 +18,7 @@ from lightning_lowbit.cli.evaluate import command
 from lightning_lowbit.export.formats.gguf.vocabulary import vocabulary
 from lightning_lowbit.export.tokenizer import load_tokenizer
 from lightning_lowbit.export.trained_model import read
-from lightning_lowbit.precision.checkpoints.weights import load_weights
+from lightning_lowbit.precision.checkpoints.files import load_weights
 from lightning_lowbit.recipes.models import CausalLM, network_config
 from lightning_lowbit.recipes.stream import open_splits
 from lightning_lowbit.recipes.tokenizers import PretrainedTokenizer

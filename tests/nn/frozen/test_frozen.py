@@ -142,6 +142,13 @@ def test_amaxes_are_not_shared_with_codes():
         pack_frozen(sharing, "nvfp4")
 
 
+def test_modules_of_several_products_are_refused():
+    model = nn.Sequential(nn.Linear(32, 32), nn.MultiheadAttention(32, 2)).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"1\.in_proj: MultiheadAttention does not keep its weight as nn.Linear does"):
+        pack_frozen(model, "nvfp4")
+    assert not quantized_layers(pack_frozen(model, "nvfp4", skip=["1"])[1])
+
+
 def test_refused_casts_change_no_layer():
     model = nn.Sequential(nn.Linear(32, 32), frozen_model())
     pack_frozen(convert(model, "nvfp4"), "nvfp4")

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale, convert
 from lightning_lowbit.nn import LayerKeys
-from lightning_lowbit.nn.sharded.gather import WeightGathers, casts_obstacle, release_gathers
+from lightning_lowbit.nn.sharded.gather import WeightGathers, casts_obstacle
 from tests.launch import launch
 from tests.nn.sharded.ranks_gather import CASTS, RANKS, RUNS, STEPS
 from tests.pairwise import selected
@@ -225,9 +225,10 @@ def test_a_model_is_let_go():
     model = make("fp8-current")
     expected = passes(model)
     for _ in range(2):
-        WeightGathers(model, torch.bfloat16).prepare()
+        gathers = WeightGathers(model, torch.bfloat16)
+        gathers.prepare()
         passes(model)
-        release_gathers(model)
+        gathers.release()
         assert all(map(torch.equal, passes(model), expected))
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
-from lightning_lowbit.precision.checkpoints.weights import load_weights
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint, load_weights, state_of
 from tests.tables import each
 
 STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
