@@ -9,8 +9,9 @@ The copy does not wait: Lightning's logger has already waited for values of the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from lightning_lowbit._lightning import (
     rank_zero_warn,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
+from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.saved_state import NUMBER, OneOf
 
 _T = TypeVar("_T")
@@ -32,25 +34,16 @@ _MOST_UNREAD = 100  # measurements that are kept on the device while the logger 
 # Numbers of layers: by quantity, such as "sqnr/wgrad_g", then by layer. They are logged as "sqnr/wgrad_g/<layer>".
 LayerNumbers = Mapping[str, Mapping[str, float]]
 
-
 # A warning is repeated if it concerns this many times as many layers, or the worst is this many times as bad.
 MUCH_WORSE = 4.0
 
 
-class _Problem(NamedTuple):
-    severity: float
-    subject: str
-    message: str
-
-
-class _Level(NamedTuple):
-    step: int
-    layers: int
-    severity: float
-
-
 class Alerts:
     """Collects warnings of ``owner``: one per kind, with the worst layer and the number of layers.
+
+    Attributes:
+        texts: of all warnings, the oldest first.
+        kinds: of all noted problems, by subject.
 
     Examples:
         >>> alerts.note("layers.0", "underflow", 0.6, "60% became 0.")
@@ -70,71 +63,59 @@ class Alerts:
 
     def __init__(self, owner: object) -> None:
         self._owner = type(owner).__name__
-        self._noted: dict[str, list[_Problem]] = {}
-        self._levels: dict[str, _Level] = {}
-        self._kinds: dict[str, list[str]] = {}  # by subject
-        self._texts: list[str] = []
+        self._noted: dict[str, list[tuple[float, str, str]]] = {}  # by kind: severity, subject, message
+        self._levels: dict[str, dict[str, float]] = {}  # of the last warning of each kind
+        self.kinds: dict[str, list[str]] = {}
+        self.texts: list[str] = []
 
     def note(self, subject: str, kind: str, severity: float, message: str) -> None:
         """Notes a problem for :meth:`say`; ``severity`` is above 0 and larger where the problem is worse."""
-        self._noted.setdefault(kind, []).append(_Problem(severity, subject, message))
-        kinds = self._kinds.setdefault(subject, [])
+        self._noted.setdefault(kind, []).append((severity, subject, message))
+        kinds = self.kinds.setdefault(subject, [])
         if kind not in kinds:
             kinds.append(kind)
 
     def say(self, step: int) -> None:
         noted, self._noted = self._noted, {}
         for kind, problems in noted.items():
-            worst = max(problems, key=lambda problem: problem.severity)
-            before = self._levels.get(kind, _Level(0, 0, 0.0))
-            is_worse = before.severity < worst.severity >= MUCH_WORSE * before.severity
-            if not is_worse and len(problems) < MUCH_WORSE * before.layers:
+            severity, subject, message = max(problems, key=lambda problem: problem[0])
+            before = self._levels.get(kind, {"step": 0, "layers": 0, "severity": 0.0})
+            is_worse = before["severity"] < severity >= MUCH_WORSE * before["severity"]
+            if not is_worse and len(problems) < MUCH_WORSE * before["layers"]:
                 continue
-            self._levels[kind] = _Level(step, len(problems), worst.severity)
-            subject = worst.subject if len(problems) == 1 else f"{len(problems)} layers, the worst {worst.subject}"
-            since = f" It is much worse than at step {before.step}." if before.layers else ""
-            self._texts.append(f"{subject}, step {step}: {worst.message}{since}")
-            rank_zero_warn(f"{self._owner}: {self._texts[-1]}")
-
-    def subjects(self) -> list[str]:
-        return list(self._kinds)
-
-    def kinds(self, subject: str) -> list[str]:
-        return list(self._kinds.get(subject, []))
-
-    def texts(self) -> list[str]:
-        return list(self._texts)
+            self._levels[kind] = {"step": step, "layers": len(problems), "severity": severity}
+            where = subject if len(problems) == 1 else f"{len(problems)} layers, the worst {subject}"
+            since = f" It is much worse than at step {before['step']}." if before["layers"] else ""
+            self.texts.append(f"{where}, step {step}: {message}{since}")
+            rank_zero_warn(f"{self._owner}: {self.texts[-1]}")
 
     def state_dict(self) -> dict[str, Any]:
-        levels = {kind: dict(level._asdict()) for kind, level in self._levels.items()}
-        kinds = {subject: list(kinds) for subject, kinds in self._kinds.items()}
-        return {"levels": levels, "kinds": kinds, "texts": list(self._texts)}
+        return deepcopy({"levels": self._levels, "kinds": self.kinds, "texts": self.texts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._noted = {}
-        if not isinstance(state.get("texts"), list):
-            self._kinds = {subject: list(texts) for subject, texts in state.items()}
-            self._texts = [text for texts in state.values() for text in texts.values()]
-            counts = Counter(kind for kinds in self._kinds.values() for kind in kinds)
-            self._levels = {kind: _Level(0, count, float("inf")) for kind, count in counts.items()}
+        if isinstance(state.get("texts"), list):
+            self._levels, self.kinds, self.texts = (deepcopy(state[name]) for name in ("levels", "kinds", "texts"))
             return
-        levels = state["levels"].items()
-        self._levels = {kind: _Level(*(level[name] for name in _Level._fields)) for kind, level in levels}
-        self._kinds = {subject: list(kinds) for subject, kinds in state["kinds"].items()}
-        self._texts = list(state["texts"])
+        self.kinds = {subject: list(texts) for subject, texts in state.items()}
+        self.texts = [text for texts in state.values() for text in texts.values()]
+        counts = Counter(kind for kinds in self.kinds.values() for kind in kinds)
+        self._levels = {kind: {"step": 0, "layers": count, "severity": float("inf")} for kind, count in counts.items()}
 
 
 class Monitor(LowBitCallback):
     """Measures on the device, reads one batch later, and sends the numbers to loggers and history.
 
     A subclass measures in its own hooks, calls :meth:`_keep` and :meth:`_log`, and interprets the numbers in
-    :meth:`_judge`. It calls ``super()`` in the hooks that are defined here. Its alerts are part of its state.
+    ``_judge(step, columns, *context)``. It calls ``super()`` in the hooks that are defined here. Its alerts are part of
+    its state. A report asks for them first, which reads all numbers.
 
     A monitor ends no run. If :meth:`_begin` raises a ``MisconfigurationException``, the run lacks something to measure:
     the monitor warns and stays idle (``_is_idle``).
     """
 
     saved: ClassVar[Any] = {"alerts": Alerts.saved}
+    _judge: Callable[..., None]
 
     def __init__(self) -> None:
         self._is_idle = False
@@ -145,7 +126,7 @@ class Monitor(LowBitCallback):
         self._forget()
 
     def _forget(self) -> None:
-        self._unread: list[tuple[Any, Mapping[str, Tensor]]] = []
+        self._unread: list[tuple[int, Mapping[str, Tensor], tuple[Any, ...]]] = []
         self._loggers: list[Logger] = []
         self._reports: list[Any] = []
         self._logged: list[str] = []
@@ -186,7 +167,7 @@ class Monitor(LowBitCallback):
 
     def report_alerts(self, trainer: Trainer) -> list[str]:
         self._read()
-        return self._alerts.texts()
+        return list(self._alerts.texts)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._numbers(), "alerts": self._alerts.state_dict()}
@@ -202,13 +183,9 @@ class Monitor(LowBitCallback):
         pl_module.log_dict(dict(metrics), batch_size=1)
         self._logged += list(metrics)
 
-    def _keep(self, context: Any, columns: Mapping[str, Tensor]) -> None:
-        """Keeps named tensors on the device; :meth:`_judge` gets ``context`` and their values one batch later."""
-        self._unread.append((context, columns))
-
-    def _judge(self, context: Any, columns: Mapping[str, Any]) -> int:
-        """Interprets the values of :meth:`_keep`, nested lists; returns the optimizer step of the measurement."""
-        raise NotImplementedError
+    def _keep(self, step: int, columns: Mapping[str, Tensor], *context: Any) -> None:
+        """Keeps named tensors of an optimizer step on the device; ``_judge`` gets nested lists one batch later."""
+        self._unread.append((step, columns, context))
 
     def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
         """Sends numbers of layers to loggers and history; not by ``log_dict``, which takes a millisecond per number."""
@@ -220,16 +197,23 @@ class Monitor(LowBitCallback):
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
-        tensors = [tensor.flatten() for _, columns in unread for tensor in columns.values()]
+        tensors = [tensor.flatten() for _, columns, _ in unread for tensor in columns.values()]
         try:
             numbers = iter(torch.cat(tensors).tolist() if tensors else [])
         except RuntimeError as error:
             if is_of_device(error):  # the next use of the device reports it
                 return
             raise
-        for context, columns in unread:
+        for step, columns, context in unread:
             values = {name: _nested(numbers, tensor.shape) for name, tensor in columns.items()}
-            self._alerts.say(self._judge(context, values))
+            self._judge(step, values, *context)
+            self._alerts.say(step)
+
+    def _table(self, header: list[str], rows: Mapping[str, Iterable[float | None]], caption: str) -> Table:
+        """Tabulates numbers of layers, with the kinds of their alerts in a last column."""
+        cells = {name: ["" if number is None else f"{number:.3g}" for number in row] for name, row in rows.items()}
+        body = [[name, *row, ", ".join(self._alerts.kinds.get(name, []))] for name, row in cells.items()]
+        return Table([*header, "alerts"], body, caption)
 
 
 def _nested(numbers: Iterator[float], shape: Sequence[int]) -> Any:

@@ -191,14 +191,13 @@ class GradientNoiseMonitor(Monitor):
         sums = torch.stack([torch.stack([row.get(name, unknown) for name in names]) for row in rows])
         return dict(zip(names, gradient_to_noise(sums).float().unbind(), strict=True))
 
-    def _judge(self, context: int, columns: Mapping[str, Any]) -> int:
+    def _judge(self, step: int, columns: Mapping[str, Any]) -> None:
         ratio: float = columns["ratio"]
         if not math.isnan(ratio):  # NaN if no measurement was finite
-            self._measurements.append((context, ratio))
+            self._measurements.append((step, ratio))
         if ratio < self.threshold:
             advice = _ADVICE.format(ratio=ratio, threshold=self.threshold, switch="" if self._switches else _SWITCH)
             self._alerts.note("the gradient", "noise", self.threshold / ratio if ratio else math.inf, advice)
-        return context
 
     def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
         """Returns optimizer steps from 1, and averaged ratios of a metric, oldest first; the same on all ranks.
@@ -233,12 +232,11 @@ class GradientNoiseMonitor(Monitor):
         self._to_log = is_same and state["to_log"] and bool(rows)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        self._read()
+        alerts = self.report_alerts(trainer)
         rows = [{"step": step, "ratio": ratio} for step, ratio in self._measurements]
-        return {"gradient_noise": {"threshold": self.threshold, "ratios": rows, "alerts": self._alerts.texts()}}
+        return {"gradient_noise": {"threshold": self.threshold, "ratios": rows, "alerts": alerts}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        self._read()
         blocks: list[Chart | Text] = [Text(f"Not measured: every {self.every_n_steps} steps, in quantized layers.")]
         if self._measurements:
             steps, ratios = (list(column) for column in zip(*self._measurements, strict=True))

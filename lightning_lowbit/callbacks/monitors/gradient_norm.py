@@ -171,16 +171,15 @@ class GradientNormMonitor(Monitor):
         self._running, mean, is_spike = detect_spike(self._running, whole, self.spike_factor, self.decay, _ENOUGH)
         unclipped = torch.stack([row[0] for row in norms.values()])
         columns = {"mean": mean, "is_spike": is_spike, "norms": unclipped}
-        self._keep((trainer.global_step, [name[1:] for name in norms][1:]), columns)
+        self._keep(trainer.global_step, columns, [name[1:] for name in norms][1:])
         if is_logging_step(trainer):
             metrics = {"grad_norm/spikes": self._running[SPIKE_STATE.index("spikes")]}
             for layer, row in norms.items():
                 metrics |= {f"grad_norm/{stage}{layer}": row[index] for index, stage in enumerate(stages)}
             self._log(pl_module, metrics)
 
-    def _judge(self, context: tuple[int, list[str]], columns: Mapping[str, Any]) -> int:
-        (step, layers), mean, is_spike = context, columns["mean"], columns["is_spike"]
-        norm, *layer_norms = columns["norms"]
+    def _judge(self, step: int, columns: Mapping[str, Any], layers: list[str]) -> None:
+        mean, is_spike, (norm, *layer_norms) = columns["mean"], columns["is_spike"], columns["norms"]
         if is_spike:
             self._spikes.append((step, norm, mean))
         bad = [name for name, value in zip(layers, layer_norms, strict=True) if not math.isfinite(value)]
@@ -200,7 +199,6 @@ class GradientNormMonitor(Monitor):
             self._norms.append(norm)
             if len(self._norms) > _MOST_NORMS:
                 self._norms = self._norms[::2]
-        return step
 
     def _limit(self, is_spike: bool) -> tuple[float, str]:
         if self._times is None:
@@ -226,12 +224,11 @@ class GradientNormMonitor(Monitor):
         self._norms = list(state.get("norms", ()))
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        self._read()
+        alerts = self.report_alerts(trainer)
         spikes = [dict(zip(("step", "norm", "mean"), spike, strict=True)) for spike in self._spikes]
-        return {"gradient_norm": {"spikes": spikes, "alerts": self._alerts.texts()}}
+        return {"gradient_norm": {"spikes": spikes, "alerts": alerts}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        self._read()
         blocks: list[Table | Text] = [Text(f"No gradient norm exceeded {self.spike_factor:g} times its running mean.")]
         if self._spikes:
             caption = f"Norms above {self.spike_factor:g} times their running mean; the last {_MOST_SPIKES}, if more."

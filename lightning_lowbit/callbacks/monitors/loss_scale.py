@@ -135,10 +135,10 @@ class LossScaleMonitor(Monitor):
         self._counts = torch.stack(counts)
 
     def _keep_counts(self, trainer: Trainer) -> None:
-        self._keep((trainer.global_step, *_bounds(_scaler(trainer))), {"counts": self._counts})
+        self._keep(trainer.global_step, {"counts": self._counts}, *_bounds(_scaler(trainer)))
 
-    def _judge(self, context: tuple[int, float, float], columns: Mapping[str, Any]) -> int:
-        (step, floor, cap), counts = context, dict(zip(_COUNTS, columns["counts"], strict=True))
+    def _judge(self, step: int, columns: Mapping[str, Any], floor: float, cap: float) -> None:
+        counts = dict(zip(_COUNTS, columns["counts"], strict=True))
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
         for kind, holds in (
@@ -149,7 +149,6 @@ class LossScaleMonitor(Monitor):
         ):
             if holds:
                 self._alerts.note("Loss scale", kind, 1.0, _ADVICE[kind].format(**facts))
-        return step
 
     def _numbers(self) -> dict[str, Any]:
         return {"counts": dict(zip(_COUNTS, self._counts.tolist(), strict=True)), "fell": self._fell.tolist()}
@@ -161,7 +160,6 @@ class LossScaleMonitor(Monitor):
         self._fell = torch.tensor(fell[-self.falls :])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        self._read()
         try:
             counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
         except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +40,6 @@ _NAMED = 3  # channels of an MLP that a warning names
 
 _LAYER_METRICS = ("activation_max", "kurtosis", "outliers")
 _MLP_METRICS = ("alignment", "gate_norm")
-
-
-class _Measured(NamedTuple):
-    step: int
-    logger_step: int
-    layers: list[str]
-    mlps: list[str]
 
 
 class OutlierMonitor(Monitor):
@@ -183,13 +176,15 @@ class OutlierMonitor(Monitor):
             largest |= {name: mlps[name].amax() for name in _MLP_METRICS}
             columns |= mlps
         self._log(pl_module, largest)
-        context = _Measured(trainer.global_step, logger_step(trainer), list(inputs.layers), list(self._mlps))
-        self._keep(context, {**columns, "channel": channel, "elements": elements})
+        columns |= {"channel": channel, "elements": elements}
+        self._keep(trainer.global_step, columns, logger_step(trainer), list(inputs.layers), list(self._mlps))
 
-    def _judge(self, context: _Measured, columns: Mapping[str, Any]) -> int:
-        self._step = context.step
-        seen = {layer: row for row, layer in enumerate(context.layers) if columns["elements"][row]}
-        mlps = {mlp: row for row, mlp in enumerate(context.mlps)}
+    def _judge(
+        self, step: int, columns: Mapping[str, Any], logger_step: int, layers: list[str], mlp_names: list[str]
+    ) -> None:
+        self._step = step
+        seen = {layer: row for row, layer in enumerate(layers) if columns["elements"][row]}
+        mlps = {mlp: row for row, mlp in enumerate(mlp_names)}
         self._rows = {layer: {name: columns[name][row] for name in _LAYER_METRICS} for layer, row in seen.items()}
         self._mlp_rows = {mlp: {name: columns[name][row] for name in _MLP_METRICS} for mlp, row in mlps.items()}
         for layer, row in seen.items():
@@ -201,8 +196,7 @@ class OutlierMonitor(Monitor):
                 self._alerts.note(mlp, *fault)
         places = {**dict.fromkeys(_LAYER_METRICS, seen), **dict.fromkeys(_MLP_METRICS, mlps)}
         numbers = {name: {at: columns[name][row] for at, row in rows.items()} for name, rows in places.items() if rows}
-        self._emit(numbers, context.step, context.logger_step)
-        return context.step
+        self._emit(numbers, step, logger_step)
 
     def _judge_layer(self, layer: str, amax: float, channel: int) -> None:
         module = None if self._inputs is None else self._inputs.layers.get(layer)
@@ -230,28 +224,21 @@ class OutlierMonitor(Monitor):
             mean.count, mean.mean, mean.start = known["count"], known["mean"], known.get("start", known["mean"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        self._read()
-        numbers = {"step": self._step, "layers": self._rows, "mlps": self._mlp_rows, "alerts": self._alerts.texts()}
-        return {"outliers": numbers}
+        alerts = self.report_alerts(trainer)
+        return {"outliers": {"step": self._step, "layers": self._rows, "mlps": self._mlp_rows, "alerts": alerts}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        self._read()
         at = f"At step {self._step}, the last one that was logged"
         caption = f"{at}; outliers: share of elements beyond {self.k:g} times the rms."
         blocks: list[Table | Text] = [Text("No step with these layers was logged.")]
         if self._rows:
-            blocks = [self._table("layer", ["largest", "kurtosis", "outliers"], self._rows, caption)]
+            rows = {layer: row.values() for layer, row in self._rows.items()}
+            blocks = [self._table(["layer", "largest", "kurtosis", "outliers"], rows, caption)]
         if self._mlp_rows:
             caption = f"{at}; largest |cos| between rows of gate and up projection, largest norm of a row of the gate."
-            blocks.append(self._table("MLP", ["alignment", "gate norm"], self._mlp_rows, caption))
+            rows = {mlp: row.values() for mlp, row in self._mlp_rows.items()}
+            blocks.append(self._table(["MLP", "alignment", "gate norm"], rows, caption))
         return [Section("Outliers", blocks)]
-
-    def _table(self, kind: str, names: list[str], rows: Mapping[str, Mapping[str, float]], caption: str) -> Table:
-        cells = [
-            [name, *(f"{number:.3g}" for number in numbers.values()), ", ".join(self._alerts.kinds(name))]
-            for name, numbers in rows.items()
-        ]
-        return Table([kind, *names, "alerts"], cells, caption)
 
 
 def _alignment(mlp: Any, limit: float | None) -> dict[str, Tensor]:

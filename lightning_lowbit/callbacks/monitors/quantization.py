@@ -1,7 +1,7 @@
 """Measures the quantization of the six operands of each layer, and of its weight between steps."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,14 +30,7 @@ from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.quant import Cast, Quantized
-from lightning_lowbit.report.html import Block, Section, Table, Text
-
-
-class _Measured(NamedTuple):
-    step: int
-    logger_step: int
-    casts: dict[str, Cast]  # of the weights that were measured
-    weights: list[tuple[str, str]]  # layer and name of each number of a weight
+from lightning_lowbit.report.html import Block, Section, Text
 
 
 class QuantizationMonitor(Monitor):
@@ -166,35 +159,41 @@ class QuantizationMonitor(Monitor):
         operands = self._watched.measure()
         if not self._weights and not self._watched.layers:
             return
-        context = _Measured(trainer.global_step, logger_step(trainer), casts, list(values))
-        self._keep(context, {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)})
+        columns = {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)}
+        self._keep(trainer.global_step, columns, logger_step(trainer), casts, list(values))
         self._log(pl_module, self._watched.means(operands))
 
-    def _judge(self, context: _Measured, columns: Mapping[str, Any]) -> int:
+    def _judge(
+        self,
+        step: int,
+        columns: Mapping[str, Any],
+        logger_step: int,
+        casts: Mapping[str, Cast],  # of the weights that were measured
+        weights: list[tuple[str, str]],  # layer and name of each number of a weight
+    ) -> None:
         operands = self._watched.numbers(columns)
-        rows: dict[str, dict[str, float]] = {layer: {} for layer in context.casts}
-        for (layer, name), number in zip(context.weights, columns["weights"], strict=True):
+        rows: dict[str, dict[str, float]] = {layer: {} for layer in casts}
+        for (layer, name), number in zip(weights, columns["weights"], strict=True):
             rows[layer][name] = number
-        self._publish(context, operands, rows)
+        self._publish(step, logger_step, operands, rows)
         # A layer that was not measured may have flipped: its count starts again.
-        self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in context.casts}
+        self._last_flip = {layer: last for layer, last in self._last_flip.items() if layer in casts}
         for layer, numbers in rows.items():
-            self._last_flip[layer] = context.step if numbers.get("flips") else self._last_flip.get(layer, context.step)
-            faults = list(judge_weight(numbers, context.casts[layer], self.zeros_tolerance))
+            self._last_flip[layer] = step if numbers.get("flips") else self._last_flip.get(layer, step)
+            faults = list(judge_weight(numbers, casts[layer], self.zeros_tolerance))
             if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
-                faults += judge_codes(context.step - self._last_flip[layer], self.no_flips_for)
+                faults += judge_codes(step - self._last_flip[layer], self.no_flips_for)
             self._note(layer, faults)
         for layer, row in operands.items():
-            casts = self._watched.layers[layer].full_casts
+            layer_casts = self._watched.layers[layer].full_casts
             for operand, numbers in row.items():
                 limit = self.underflow_limit
                 if numbers["underflow"] > limit and self._watched.is_ternary(layer, operand):
                     limit = 1.0
-                self._note(layer, judge_operand(operand, casts, numbers, limit))
-        return context.step
+                self._note(layer, judge_operand(operand, layer_casts, numbers, limit))
 
     def _publish(
-        self, context: _Measured, operands: OperandNumbers, weights: Mapping[str, Mapping[str, float]]
+        self, step: int, logger_step: int, operands: OperandNumbers, weights: Mapping[str, Mapping[str, float]]
     ) -> None:
         numbers: dict[str, dict[str, float]] = {}
         rows = [(layer, operand, values) for layer, row in operands.items() for operand, values in row.items()]
@@ -203,10 +202,10 @@ class QuantizationMonitor(Monitor):
                 numbers.setdefault(f"{name}/{operand}", {})[layer] = number
         if not numbers:  # nothing was quantized: the report keeps the last step with numbers
             return
-        self._step, self._rows = context.step, {layer: dict(row) for layer, row in weights.items()}
+        self._step, self._rows = step, {layer: dict(row) for layer, row in weights.items()}
         for layer, row in operands.items():  # the report keeps the last numbers if a phase no longer quantizes
             self._operands.setdefault(layer, {}).update(row)
-        self._emit(numbers, context.step, context.logger_step)
+        self._emit(numbers, step, logger_step)
 
     def _note(self, layer: str, faults: Iterable[Fault]) -> None:
         for fault in faults:
@@ -221,26 +220,21 @@ class QuantizationMonitor(Monitor):
         self._last_flip = dict(state["last_flip"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        self._read()
+        alerts = self.report_alerts(trainer)
         return {
-            "quantized_weights": {"step": self._step, "layers": self._rows, "alerts": self._alerts.texts()},
+            "quantized_weights": {"step": self._step, "layers": self._rows, "alerts": alerts},
             "quantized_operands": {"step": self._step, "layers": self._operands},
         }
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        self._read()
         at = f"At step {self._step}, the last one that was logged"
         operands = operand_blocks(self._operands, at)
         names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
-        rows = []
-        for layer in dict.fromkeys([*self._rows, *self._alerts.subjects()]):
-            numbers = [self._rows.get(layer, {}).get(name) for name in names]
-            cells = ["" if number is None else f"{number:.3g}" for number in numbers]
-            rows.append([layer, *cells, ", ".join(self._alerts.kinds(layer))])
+        layers = dict.fromkeys([*self._rows, *self._alerts.kinds])
+        rows = {layer: [self._rows.get(layer, {}).get(name) for name in names] for layer in layers}
         blocks: list[Block] = [Text("No step with quantized weights was logged.")]
         if rows:
-            caption = f"{at}; distances are in units of scales."
-            blocks = [Table(["layer", *names, "alerts"], rows, caption)]
+            blocks = [self._table(["layer", *names], rows, f"{at}; distances are in units of scales.")]
         sections = [Section("Quantized operands", operands)] if operands else []
         return [*sections, Section("Quantized weights", blocks)]
 

@@ -39,8 +39,8 @@ def test_layers_share_a_warning_that_names_the_worst():
     texts = step(alerts, 3, {"a": 2.0, "b": 5.0, "c": 3.0})
     assert texts == ["Owner: 3 layers, the worst b, step 3: 5 is too much."]
     assert step(alerts, 3, {"b": 1.0}, "zeros") == ["Owner: b, step 3: 1 is too much."], "another kind"
-    assert [alerts.kinds(name) for name in "abc"] == [["underflow"], ["underflow", "zeros"], ["underflow"]]
-    assert alerts.texts() == ["3 layers, the worst b, step 3: 5 is too much.", "b, step 3: 1 is too much."]
+    assert alerts.kinds == {"a": ["underflow"], "b": ["underflow", "zeros"], "c": ["underflow"]}
+    assert alerts.texts == ["3 layers, the worst b, step 3: 5 is too much.", "b, step 3: 1 is too much."]
 
 
 def test_what_lasts_is_said_again_where_it_is_much_worse():
@@ -63,13 +63,13 @@ def test_state_goes_on_also_that_of_older_checkpoints():
     step(alerts, 1, {"a": 1.0, "b": 2.0})
     other = Alerts(Owner())
     other.load_state_dict(alerts.state_dict())
-    assert other.texts() == alerts.texts()
+    assert other.texts == alerts.texts
     assert step(other, 2, {"a": 3.0}) == []
     assert len(step(other, 3, {"a": 8.0})) == 1
     older = Alerts(Owner())
     older.load_state_dict({"a": {"underflow": "a, step 1: much"}, "b": {"underflow": "b, step 2: much"}})
-    assert older.texts() == ["a, step 1: much", "b, step 2: much"]
-    assert older.kinds("b") == ["underflow"]
+    assert older.texts == ["a, step 1: much", "b, step 2: much"]
+    assert older.kinds["b"] == ["underflow"]
     assert step(older, 3, {"a": 100.0}) == []
     assert len(step(older, 4, dict.fromkeys("abcdefgh", 1.0))) == 1
 

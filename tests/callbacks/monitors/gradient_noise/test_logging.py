@@ -67,7 +67,7 @@ def test_a_warning_is_said_once():
     with pytest.warns(UserWarning, match="GradientNoiseMonitor: the gradient, step 1: it is .* below 1e") as said:
         fit(Model(), monitor)
     assert sum("the gradient, step" in str(one.message) for one in said) == 1
-    assert "PrecisionSwitch('qaf', below={})" in monitor._alerts.texts()[0]
+    assert "PrecisionSwitch('qaf', below={})" in monitor._alerts.texts[0]
 
 
 @pytest.mark.parametrize("kind", ["draws", "layers"])

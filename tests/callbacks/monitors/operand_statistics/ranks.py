@@ -39,11 +39,10 @@ class Noted(counting(QuantizationMonitor)):
         super().__init__(**kwargs)
         self.by_step = {"operands": {}, "weights": {}}
 
-    def _judge(self, what, columns):
-        step = super()._judge(what, columns)
-        self.by_step["operands"][what.step] = self._operands
-        self.by_step["weights"][what.step] = self._rows
-        return step
+    def _judge(self, step, *measured):
+        super()._judge(step, *measured)
+        self.by_step["operands"][step] = self._operands
+        self.by_step["weights"][step] = self._rows
 
 
 def train(strategy, casts, shard=False, weights=None, **kwargs):
