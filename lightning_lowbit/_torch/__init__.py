@@ -165,14 +165,8 @@ def cpu_has_units(dtype: torch.dtype) -> bool:
 _aten = torch.ops.aten
 #: Products on CPUs, and how many of their results have the dtype of the operands.
 CPU_PRODUCTS: dict[Any, int] = {
-    _aten.mm.default: 1,
-    _aten.mm.out: 1,
-    _aten.addmm.default: 1,
-    _aten.addmm.out: 1,
-    _aten.bmm.default: 1,
-    _aten.bmm.out: 1,
-    _aten.baddbmm.default: 1,
-    _aten.baddbmm.out: 1,
+    **{product.default: 1 for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)},
+    **{product.out: 1 for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)},
     _aten._grouped_mm.default: 1,
     _aten.convolution.default: 1,
     _aten.convolution_backward.default: 3,
