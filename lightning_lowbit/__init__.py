@@ -8,7 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from lightning_lowbit import _moved, _tree
+from lightning_lowbit import _finders
 
 if TYPE_CHECKING:
     from lightning_lowbit.callbacks import *
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_moved.install()
-_tree.install()
+_finders.install()
 
 __all__ = [
     "SPAM",

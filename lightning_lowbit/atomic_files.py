@@ -42,9 +42,7 @@ def being_written(path: Path) -> Iterator[Path]:
     """Yields a path to write to, for :func:`put_in_place` or :func:`remove`; first removes leftovers in the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mend(path.parent, path.suffix, below=False)
-    with _lock(path.parent):
-        partial = _scratch(path, _PARTIAL)
-        remove(partial)
+    with _partial(path) as partial:
         yield partial
 
 
@@ -65,9 +63,7 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
     """Removes a file or directory atomically; ``how`` replaces the removal of anything that is not a link."""
-    with _lock(path.parent):
-        partial = _scratch(path, _PARTIAL)
-        remove(partial)
+    with _partial(path) as partial:
         with suppress(FileNotFoundError):
             os.rename(path, partial)
             if how is not None and not partial.is_symlink():
@@ -76,9 +72,7 @@ def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
 
 
 def replace_link(path: Path, target: Path) -> None:
-    with _lock(path.parent):
-        partial = _scratch(path, _PARTIAL)
-        remove(partial)
+    with _partial(path) as partial:
         partial.symlink_to(os.path.relpath(target, path.parent))
         put_in_place(partial, path)
 
@@ -97,28 +91,31 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
     this machine's clock. Where locks do not help (another machine, a file system without locks), these are the files
     that changed within an hour, or have the number of a process that lives.
     """
-    for left in _leftovers(folder, suffix, below):
+    for left, parts in _leftovers(folder, suffix, below).items():
         with suppress(OSError), _lock(left.parent, alone=True) as alone:
-            if alone is not False and _is_dead(left, has_locks=alone is True):
-                if _parts(left)["kind"] == _PREVIOUS:
-                    _put_back(left, left.with_name(name_of(left)))
+            if alone is not False and _is_dead(left, parts, has_locks=alone is True):
+                if parts["kind"] == _PREVIOUS:
+                    _put_back(left, left.with_name(parts["name"]))
                 remove(left)
 
 
 def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
     """Returns the complete files and directories with a suffix in a folder, and the old versions of others."""
     complete = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
-    previous = {left for left in _leftovers(folder, suffix, below) if _parts(left)["kind"] == _PREVIOUS}
-    return complete | {left for left in previous if left.with_name(name_of(left)) not in complete}
+    leftovers = _leftovers(folder, suffix, below).items()
+    previous = {left: left.with_name(parts["name"]) for left, parts in leftovers if parts["kind"] == _PREVIOUS}
+    return complete | {left for left, path in previous.items() if path not in complete}
 
 
 def name_of(path: Path) -> str:
-    return _parts(path)["name"] if _LEFT.fullmatch(path.name) else path.name
+    match = _LEFT.fullmatch(path.name)
+    return match["name"] if match else path.name
 
 
-def _leftovers(folder: Path, suffix: str, below: bool) -> list[Path]:
-    paths = [path for path in _entries(folder, suffix, below) if _LEFT.fullmatch(path.name)]
-    return [path for path in paths if name_of(path).endswith(suffix)]
+def _leftovers(folder: Path, suffix: str, below: bool) -> dict[Path, re.Match[str]]:
+    """Returns what processes left, and the parts of its name."""
+    matches = {path: _LEFT.fullmatch(path.name) for path in _entries(folder, suffix, below)}
+    return {path: match for path, match in matches.items() if match and match["name"].endswith(suffix)}
 
 
 def _entries(folder: Path, suffix: str, below: bool) -> Iterator[Path]:
@@ -128,15 +125,8 @@ def _entries(folder: Path, suffix: str, below: bool) -> Iterator[Path]:
         folders[:] = [name for name in folders if below and not name.endswith(checkpoints)]
 
 
-def _parts(left: Path) -> dict[str, str]:
-    match = _LEFT.fullmatch(left.name)
-    assert match is not None, left
-    return match.groupdict()
-
-
-def _is_dead(left: Path, has_locks: bool) -> bool:
+def _is_dead(left: Path, parts: re.Match[str], has_locks: bool) -> bool:
     """Returns whether the writer of a file or directory has ended, if nobody has locked its folder."""
-    parts = _parts(left)
     is_here = parts["host"] == _HOST
     if is_here and has_locks:
         return True
@@ -148,11 +138,18 @@ def _lives(process: int) -> bool:
         return False
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # but of another user
     return True
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Locks the folder of a path, and yields a free one beside it."""
+    with _lock(path.parent):
+        partial = _scratch(path, _PARTIAL)
+        remove(partial)
+        yield partial
 
 
 def _scratch(path: Path, kind: str) -> Path:

@@ -83,26 +83,27 @@ def takes_cpp(device: torch.device) -> bool:
     return _backend in ("auto", "cpp") and device.type == "cpu"
 
 
-def takes_triton(device: torch.device) -> bool:
-    """Returns whether the kernels in Triton are those of a device: on NVIDIA GPUs, and wherever they are forced."""
-    return _backend == "triton" or (_backend == "auto" and device.type == "cuda")
-
-
 def kernels_for(x: Tensor) -> Literal["cpp", "triton"] | None:
-    """The kernels of a tensor's device, as :func:`takes_cpp` and :func:`takes_triton` say; None for plain code."""
+    """The kernels of a tensor's device: C++ on CPUs, Triton on NVIDIA GPUs and where forced; None for plain code."""
     if _backend == "auto":
         return "cpp" if x.is_cpu else "triton" if x.is_cuda else None
     return "triton" if _backend == "triton" else "cpp" if _backend == "cpp" and x.is_cpu else None
 
 
 @contextmanager
-def counted_as(*shape: int) -> Iterator[None]:
-    """Counts a matrix product here as one of this shape, without its padding."""
-    previous, _thread.shape = counted_shape(), shape
+def _marked(name: str, value: tuple[Any, ...]) -> Iterator[None]:
+    """Marks matrix products of this thread within a context."""
+    previous = getattr(_thread, name, None)
+    setattr(_thread, name, value)
     try:
         yield
     finally:
-        _thread.shape = previous
+        setattr(_thread, name, previous)
+
+
+def counted_as(*shape: int) -> AbstractContextManager[None]:
+    """Counts a matrix product here as one of this shape, without its padding."""
+    return _marked("shape", shape)
 
 
 def counted_shape() -> tuple[int, ...] | None:
@@ -110,18 +111,9 @@ def counted_shape() -> tuple[int, ...] | None:
     return getattr(_thread, "shape", None)
 
 
-@contextmanager
-def _counted_for(layer: int, gemm: str, again: bool) -> Iterator[None]:
-    previous, _thread.product = counted_product(), (layer, gemm, again)
-    try:
-        yield
-    finally:
-        _thread.product = previous
-
-
 def counted_for(layer: int, gemm: str, again: bool = False) -> AbstractContextManager[None]:
     """Counts matrix products here as a GEMM of the layer with this ``id``; ``again``: for a second time."""
-    return nullcontext() if torch.compiler.is_compiling() else _counted_for(layer, gemm, again)
+    return nullcontext() if torch.compiler.is_compiling() else _marked("product", (layer, gemm, again))
 
 
 def counted_product() -> tuple[int, str, bool] | None:

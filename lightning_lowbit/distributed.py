@@ -67,9 +67,7 @@ def sharding_of(parameter: Tensor) -> Sharding:
 
 
 def offsets_of(parameter: Tensor) -> tuple[int, ...]:
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.dim()
-    return offset_of_shard(parameter)
+    return offset_of_shard(parameter) if isinstance(parameter, DTensor) else (0,) * parameter.dim()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -107,24 +105,14 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack(whole).sum().sqrt() if whole else torch.zeros((), device=device)
 
 
-@torch.no_grad()
-def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
-    """Scales gradients, also of several meshes, in place to a norm of at most ``limit``; returns the norm before."""
-    norm = gradient_norm(parameters)
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).mul_(factor.to(local(parameter.grad).dtype))
-    return norm
-
-
 def is_sharded(model: nn.Module) -> bool:
     is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@torch.no_grad()
 def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module | None, is_sharded: bool) -> None:
-    """Scales all gradients in place to a common norm of at most ``limit``.
+    """Scales all gradients, also of several meshes, in place to a common norm of at most ``limit``.
 
     Args:
         parameters: the parameters with gradients.
@@ -135,7 +123,9 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
     if isinstance(root, FullyShardedDataParallel) and any(map(is_flat_buffer, parameters)):
         root.clip_grad_norm_(limit)
     elif is_sharded:
-        clip_gradient_norm_(parameters, limit)
+        factor = (limit / (gradient_norm(parameters) + 1e-6)).clamp(max=1.0)
+        for gradient in (local(parameter.grad) for parameter in parameters if parameter.grad is not None):
+            gradient.mul_(factor.to(gradient.dtype))
     else:
         torch.nn.utils.clip_grad_norm_(parameters, limit)
 

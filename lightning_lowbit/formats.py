@@ -144,13 +144,7 @@ ELEMENT_FORMATS: dict[str, Format] = {
     "e3m2": _float("e3m2", 28.0),
     "e4m3": E4M3,
     "e5m2": E5M2,
-    "int2": integer(2),
-    "int3": integer(3),
-    "int4": integer(4),
-    "int5": integer(5),
-    "int6": integer(6),
-    "int7": integer(7),
-    "int8": integer(8),
+    **{f"int{bits}": integer(bits) for bits in range(2, 9)},
     "ternary": Format("ternary", 2, 1, 1, 1.0, encoding="offset"),
 }
 

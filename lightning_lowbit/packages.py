@@ -21,7 +21,7 @@ def install(*packages: str) -> str:
     Args:
         packages: names, of modules or as indexes write them.
     """
-    known = {_normal(re.split(r"[\[<>=!~; ]", line)[0]): line.partition(";")[0].strip() for line in _requirements()}
+    known = {_normal(line): line.partition(";")[0].strip() for line in _requirements()}
     return shlex.join(["pip", "install", *(known.get(_normal(name), name) for name in packages)])
 
 
@@ -35,7 +35,7 @@ def install_extra(package: str) -> str | None:
     """
     for line in _requirements():
         extra = re.search(r"""extra == ["'](\w+)["']""", line)
-        if extra and _normal(re.split(r"[\[<>=!~; ]", line)[0]) == _normal(package):
+        if extra and _normal(line) == _normal(package):
             installed = metadata.distribution(_NAME)
             origin = json.loads(installed.read_text("direct_url.json") or "{}")
             return shlex.join(["pip", "install", *with_extra(extra[1], installed.version, origin)])
@@ -82,5 +82,6 @@ def is_installed(package: str) -> bool:
     return True
 
 
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def _normal(requirement: str) -> str:
+    """Returns the name of a package, or of one that is required, as indexes compare names."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", requirement)[0]).lower()

@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-Curves = dict[int, dict[str, float]]
-"""By step, the values by name."""
-
 
 def event_curves(run, selected="epoch".__ne__, first=1):
     """The event file, by optimizer step: Lightning numbers the first one 0, which is ``first`` here."""

@@ -99,6 +99,7 @@ def is_batched(tensor: Tensor) -> bool:
 disable_current_modes = _disable_current_modes
 OpOverload = torch._ops.OpOverload
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+graph_in_compilation = torch._guards.TracingContext.try_get  # what stands for that graph; None without one
 
 
 def has_dispatch_mode() -> bool:
@@ -109,11 +110,6 @@ def has_dispatch_mode() -> bool:
 def operator_of(function: Any) -> Any:
     """Returns the operator of one of its overloads; another function itself."""
     return getattr(function, "_overloadpacket", function)
-
-
-def graph_in_compilation() -> Any:
-    """Returns an object that stands for the graph that is being compiled; None if none is."""
-    return torch._guards.TracingContext.try_get()
 
 
 def mark_dynamic(tensor: Tensor, dimension: int) -> None:
@@ -138,6 +134,9 @@ def repeatable_backward() -> Generator[None, None, None]:
 # --- CPUs -------------------------------------------------------------------------------------------------------------
 
 
+has_amx = torch.cpu._is_amx_tile_supported  # whether this CPU multiplies tiles of bfloat16
+
+
 def _onednn_limit() -> str:
     """Returns the instruction set to which the environment holds oneDNN, torch's library of products; "" for none."""
     return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
@@ -146,11 +145,6 @@ def _onednn_limit() -> str:
 def has_vnni() -> bool:
     """Tells whether this CPU multiplies int8 by instructions of its own. Without them oneDNN's sums saturate."""
     return torch.cpu._is_vnni_supported() and _onednn_limit() not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
-
-
-def has_amx() -> bool:
-    """Tells whether this CPU multiplies tiles of bfloat16."""
-    return torch.cpu._is_amx_tile_supported()
 
 
 def cpu_has_units(dtype: torch.dtype) -> bool:
@@ -171,14 +165,8 @@ def cpu_has_units(dtype: torch.dtype) -> bool:
 _aten = torch.ops.aten
 #: Products on CPUs, and how many of their results have the dtype of the operands.
 CPU_PRODUCTS: dict[Any, int] = {
-    _aten.mm.default: 1,
-    _aten.mm.out: 1,
-    _aten.addmm.default: 1,
-    _aten.addmm.out: 1,
-    _aten.bmm.default: 1,
-    _aten.bmm.out: 1,
-    _aten.baddbmm.default: 1,
-    _aten.baddbmm.out: 1,
+    **{product.default: 1 for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)},
+    **{product.out: 1 for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)},
     _aten._grouped_mm.default: 1,
     _aten.convolution.default: 1,
     _aten.convolution_backward.default: 3,
@@ -192,9 +180,7 @@ CPU_PRODUCTS: dict[Any, int] = {
 # --- optimizers and their scalers -------------------------------------------------------------------------------------
 
 
-def current_scale(scaler: GradScaler) -> Tensor | None:
-    """Returns the scale of a loss, 0-d, on its device; None before the first loss."""
-    return scaler._get_scale_async()
+current_scale = GradScaler._get_scale_async  # 0-d, on the device of the loss; None before the first one
 
 
 def growth_tracker(scaler: GradScaler) -> Tensor | None:

@@ -205,18 +205,18 @@ class Adaptive(ClippedOptimizer):
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
         state = self.state[parameter]
         scalars = {name: state[name] for name in self.SCALARS if name in state}
-        if group["element_clip"] == "spike_clip" and scalars and "exp_avg_sq" not in state:
+        is_spike_clip, has_mean_square = group["element_clip"] == "spike_clip", "exp_avg_sq" in state
+        if is_spike_clip and scalars and not has_mean_square:
             raise ValueError(
                 f"SpikeClip compares gradients with the second moment, and {type(self.optimizer).__name__} keeps no "
                 "'exp_avg_sq': use element_clip='ada_clip'."
             )
-        if not scalars and parameter in self._set_aside:
-            scalars = self._set_aside[parameter]
-        elif not scalars:
-            scalars = self.new_scalars(local(parameter).device, statistics_dtype(parameter))
-        if group["element_clip"] != "spike_clip" or "exp_avg_sq" not in state:
+        shard = local(parameter)
+        if not scalars:
+            scalars = self._set_aside.get(parameter) or self.new_scalars(shard.device, statistics_dtype(parameter))
+        if not (is_spike_clip and has_mean_square):
             return scalars, DenseMoments(), {}
-        mean_square, shard = state["exp_avg_sq"], local(parameter)
+        mean_square = state["exp_avg_sq"]
         if not isinstance(mean_square, Tensor) or local(mean_square).shape != shard.shape:
             raise ValueError(
                 f"SpikeClip compares the elements of gradients with those of 'exp_avg_sq', which is "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import takes_cpp, takes_triton
+from lightning_lowbit.compilation import kernels_for
 from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
@@ -150,8 +150,8 @@ class TritonPasses(KernelPasses):
 
 def passes_for(batch: Batch) -> Passes:
     """Returns the passes that serve a batch; a ``ValueError`` where a state does not fit its parameter."""
-    if kernels := kernels_for(batch):
-        return kernels(batch)
+    if kernel_passes := _kernel_passes(batch):
+        return kernel_passes(batch)
     for member in batch.members:
         # An optimizer in `Adaptive` has moments in dtypes of its choice.
         if "mean" in member.tensors and (fault := misfit(member.tensors, _entries(member))):
@@ -159,20 +159,19 @@ def passes_for(batch: Batch) -> Passes:
     return Passes(batch)
 
 
-def kernels_for(batch: Batch) -> type[KernelPasses] | None:
+def _kernel_passes(batch: Batch) -> type[KernelPasses] | None:
     """Returns the passes in kernels; None if plain torch is asked for, or they do not cover the batch or build."""
     if batch.dtype != torch.float32 or torch.compiler.is_compiling() or not all(map(_fits, batch.members)):
         return None
-    if takes_cpp(batch.device):
+    language = kernels_for(batch.zero)
+    if language == "cpp":
         return CppPasses if library() else None
-    if takes_triton(batch.device):
-        # A graph would be replayed with the addresses of gradients that are gone.
-        is_captured = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        is_sparse = any(member.moments.is_sparse for member in batch.members)
-        is_served = not is_captured and not is_sparse and gpu.obstacle(batch.device) is None
-        is_served &= batch.device not in _left
-        return TritonPasses if is_served and triton_agrees(batch.device) else None
-    return None
+    if language is None or batch.device in _left or any(member.moments.is_sparse for member in batch.members):
+        return None
+    # A graph would be replayed with the addresses of gradients that are gone.
+    is_captured = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    is_served = not is_captured and gpu.obstacle(batch.device) is None
+    return TritonPasses if is_served and triton_agrees(batch.device) else None
 
 
 @cache

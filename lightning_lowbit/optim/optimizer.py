@@ -87,7 +87,8 @@ class ClippedOptimizer(CheckedOptimizer):
             _measure(batches)
             _clip_norms(batches)
             self._apply(batches)
-            _add_sums([batch for batch in batches if batch.sums is not None])
+            updated = [(batch, batch.sums) for batch in batches if batch.sums is not None]
+            _set_norms([batch for batch, _ in updated], [sums for _, sums in updated])
         # In place: an assignment to an optimizer's attribute is lost in a compiled step.
         self._statistics[:] = map(_statistics, batches)
         return loss
@@ -229,15 +230,9 @@ def _clip_elements(batch: Batch, amaxes: Tensor) -> None:
 
 
 def _clip_norms(batches: Sequence[Batch]) -> None:
-    """Applies the rules for norms; one collective per process group, if any batch needs norms."""
+    """Applies the rules for norms."""
     measured = [batch for batch in batches if batch.measures_norms]
-    sums = all_reduce_(
-        [batch.passes.squares(batch.decision()) for batch in measured],
-        [batch.groups for batch in measured],
-        dist.ReduceOp.SUM,
-    )
-    for batch, rows in zip(measured, sums, strict=True):
-        _set_norms(batch, rows)
+    _set_norms(measured, [batch.passes.squares(batch.decision()) for batch in measured])
     bounded = [batch.numbers["norm"] for batch in measured if isinstance(batch.rules.norms, GradClip)]
     total = norm_of(torch.cat([norms.to(bounded[0].device) for norms in bounded])) if bounded else None
     for batch in batches:
@@ -246,20 +241,17 @@ def _clip_norms(batches: Sequence[Batch]) -> None:
             batch.numbers["norm_after"] = batch.numbers["norm"] * factor
 
 
-def _add_sums(batches: Sequence[Batch]) -> None:
-    """Reduces the sums of Adam's update; one collective per process group."""
-    sums = [batch.sums for batch in batches if batch.sums is not None]
-    for batch, rows in zip(batches, all_reduce_(sums, [b.groups for b in batches], dist.ReduceOp.SUM), strict=True):
-        _set_norms(batch, rows)
-        batch.numbers["norm_after"] = batch.numbers["norm"]
+def _set_norms(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
+    """Sets norms of whole gradients, as yet without a rule, and numbers of changed elements; one collective per group.
 
-
-def _set_norms(batch: Batch, sums: Tensor) -> None:
-    """Norms of whole gradients and numbers of changed elements, from Σ(clip(g)/unit)² and counts: [2, P]."""
-    squares, changed = torch.where(batch.numbers["taken"], sums, 0.0)
-    norm = squares.sqrt()
-    whole = (norm * batch.numbers["unit"]).clamp_(max=torch.finfo(sums.dtype).max)
-    batch.numbers |= {"norm": whole, "norm_in_units": norm, "changed": changed}
+    ``sums`` has the Σ(clip(g)/unit)² and counts of shards, [2, P], by batch.
+    """
+    groups = [batch.groups for batch in batches]
+    for batch, rows in zip(batches, all_reduce_(sums, groups, dist.ReduceOp.SUM), strict=True):
+        squares, changed = torch.where(batch.numbers["taken"], rows, 0.0)
+        norm = squares.sqrt()
+        whole = (norm * batch.numbers["unit"]).clamp_(max=torch.finfo(rows.dtype).max)
+        batch.numbers |= {"norm": whole, "norm_after": whole, "norm_in_units": norm, "changed": changed}
 
 
 def _statistics(batch: Batch) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -32,9 +32,7 @@ Scalar = Tensor | float
 Numbers = dict[str, Tensor]
 ClipResult = tuple[Tensor, Tensor | None]  # elements, and a tensor that is 0 where they did not change; None: nowhere
 
-# SpikeClip waits until so many gradients are in the second moment.
-SPIKE_CLIP_AFTER = 20
-_spike_clip_after = SPIKE_CLIP_AFTER
+_spike_clip_after = 20  # SpikeClip waits until so many gradients are in the second moment
 
 _NEVER_ZERO = "it keeps 0/0 away, 1e-8 is usual"
 

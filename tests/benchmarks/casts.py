@@ -7,7 +7,6 @@ All in one run, in interleaved rounds, medians. The amax is given, as layers giv
 back, as the operands here are ``elements * scales``.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -18,10 +17,9 @@ import torch
 
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.kernels import amax_of, backend, quantize_operand, rotate
-from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.quant import Cast
-from tests.benchmarks.environment import describe, keep_large_blocks, save
+from tests.benchmarks.environment import CASTS, describe, interleaved, keep_large_blocks, parser, save
 
 BACKENDS = ("eager", "compiled", "cpp")
 
@@ -69,30 +67,31 @@ def peers(x: torch.Tensor) -> dict[str, dict[str, Callable[[], torch.Tensor]]]:
     return found
 
 
+def seconds(call: Callable[[], object], name: str) -> float:
+    with backend(name):
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--casts", default="nvfp4", choices=[name for name in PRESETS if name != "bf16"])
-    parser.add_argument("--shape", type=int, nargs=2, default=[2048, 1376])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    arguments = parser(__doc__, 30)
+    arguments.add_argument("--casts", default="nvfp4", choices=CASTS)
+    arguments.add_argument("--shape", type=int, nargs=2, default=[2048, 1376])
+    arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{describe()}; allocator: {keep_large_blocks()}; {options.casts}, bf16 {tuple(options.shape)}")
     torch.manual_seed(0)
     x = torch.randn(options.shape).bfloat16()
     calls = measurements(LinearCasts.preset(options.casts), x) | (peers(x) if options.casts == "mxfp8" else {})
-    times: dict[tuple[str, str], list[float]] = {}
-    for round in range(options.rounds + 2):  # two to compile, and to fill caches
-        for what, by_backend in calls.items():
-            for name, call in by_backend.items():
-                with backend(name):
-                    start = time.perf_counter()
-                    call()
-                    taken = time.perf_counter() - start
-                if round >= 2:
-                    times.setdefault((what, name), []).append(taken / x.numel() * 1e9)
-    medians = {key: statistics.median(values) for key, values in times.items()}
+    timed = {
+        (what, name): partial(seconds, call, name)
+        for what, by_backend in calls.items()
+        for name, call in by_backend.items()
+    }
+    times = interleaved(timed, options.rounds, warmup=2)  # two to compile, and to fill caches
+    medians = {key: statistics.median(values) / x.numel() * 1e9 for key, values in times.items()}
     print("\n| ns per element | plain | compiled | C++ |\n|---|---|---|---|")
     for what in calls:
         row = [f"{medians[what, name]:.3f}" if (what, name) in medians else "" for name in BACKENDS]

@@ -1,12 +1,60 @@
-"""What every benchmark says about where it ran."""
+"""What benchmarks share: their options, interleaved rounds, and what they say about where they ran."""
 
+import argparse
 import ctypes
 import datetime
 import json
 import platform
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
+
+CASTS = [name for name in PRESETS if name != "bf16"]
+_K = TypeVar("_K")
+_T = TypeVar("_T")
+
+
+def parser(text: str | None, rounds: int, casts: list[str] | None = None) -> argparse.ArgumentParser:
+    """Returns a parser with the options ``--rounds``, ``--json`` and, with a default, ``--casts``."""
+    options = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if casts is not None:
+        options.add_argument("--casts", nargs="+", default=casts, choices=CASTS, metavar="PRESET")
+    options.add_argument("--rounds", type=int, default=rounds)
+    options.add_argument("--json")
+    return options
+
+
+def interleaved(calls: Mapping[_K, Callable[[], _T]], rounds: int, warmup: int = 0) -> dict[_K, list[_T]]:
+    """Returns the results of rounds of calls, but for the first ones."""
+    results: dict[_K, list[_T]] = {name: [] for name in calls}
+    for _ in range(warmup + rounds):
+        for name, call in calls.items():
+            results[name].append(call())
+    return {name: values[warmup:] for name, values in results.items()}
+
+
+def quantized(model: nn.Module, casts: str, device: str = "cpu", backend: str = "auto") -> nn.Module:
+    """Converts a model as a plugin does, with keys and the amaxes that delayed scaling reads."""
+    LayerKeys(convert(model, casts, backend=backend)).fill_(0, device=torch.device(device))
+    AmaxHistories(model).to_(torch.device(device))
+    return model
+
+
+def passes(model: nn.Module, x: Tensor, g: Tensor, *more: object, now: Callable[[], float] = time.perf_counter):
+    """Returns the seconds of a forward pass on the CPU, under bf16 autocast, and of its backward pass."""
+    start = now()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x, *more)
+    middle = now()
+    y.backward(g)
+    return middle - start, now() - middle
 
 
 def keep_large_blocks() -> str:

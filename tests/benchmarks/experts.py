@@ -9,18 +9,18 @@ layers converted; the third the converted ``GroupedLinear``, whose results are c
 ``--cpu-time`` counts the time of this process on its cores, which others on the machine hardly change.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn import PRESETS, GroupedLinear, LayerKeys
+from lightning_lowbit.nn import GroupedLinear, LayerKeys
 from lightning_lowbit.nn.core.calls import keys_of_product
-from tests.benchmarks.environment import describe, keep_large_blocks, save
+from tests.benchmarks.environment import describe, interleaved, keep_large_blocks, parser, passes, save
 
 
 class Loop(nn.Module):
@@ -43,12 +43,7 @@ def step(
 ) -> tuple[float, float, Tensor]:
     model.zero_grad()  # type: ignore[attr-defined]
     x = x.clone().requires_grad_()
-    start = now()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x, ends)
-    middle = now()
-    y.backward(g)
-    return middle - start, now() - middle, x.grad
+    return *passes(model, x, g, ends, now=now), x.grad
 
 
 def sides(casts: str, experts: int, inner: int, out: int) -> dict[str, nn.Module]:
@@ -61,17 +56,13 @@ def sides(casts: str, experts: int, inner: int, out: int) -> dict[str, nn.Module
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    presets = [name for name in PRESETS if name != "bf16"]
-    parser.add_argument("--casts", nargs="+", default=["nvfp4"], choices=presets, metavar="PRESET")
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--in", type=int, default=512, dest="inner")
-    parser.add_argument("--out", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, nargs=2, default=[64, 256], metavar=("LEAST", "MOST"))
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--cpu-time", action="store_true")
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    arguments = parser(__doc__, 20, ["nvfp4"])
+    arguments.add_argument("--experts", type=int, default=16)
+    arguments.add_argument("--in", type=int, default=512, dest="inner")
+    arguments.add_argument("--out", type=int, default=1024)
+    arguments.add_argument("--tokens", type=int, nargs=2, default=[64, 256], metavar=("LEAST", "MOST"))
+    arguments.add_argument("--cpu-time", action="store_true")
+    args = arguments.parse_args()
     memory, now = keep_large_blocks(), time.process_time if args.cpu_time else time.perf_counter
     torch.manual_seed(0)
     sizes = torch.linspace(*args.tokens, args.experts).long()
@@ -84,12 +75,12 @@ def main() -> None:
         models = sides(casts, args.experts, args.inner, args.out)
         gradients = {name: step(model, x, g, ends)[2] for name, model in models.items()}
         assert torch.equal(gradients["quantized loop"], gradients["stack"])
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-        for _ in range(args.rounds):
-            for name, model in models.items():
-                times[name].append(step(model, x, g, ends, now)[:2])
+        steps = interleaved(
+            {name: partial(step, model, x, g, ends, now) for name, model in models.items()}, args.rounds
+        )
         medians = {
-            name: [1e3 * statistics.median(part) for part in zip(*of, strict=True)] for name, of in times.items()
+            name: [1e3 * statistics.median(taken[i] for taken in rounds) for i in (0, 1)]
+            for name, rounds in steps.items()
         }
         base = sum(medians["bf16 loop"])
         for name, (forward, backward) in medians.items():

@@ -1,22 +1,18 @@
-"""The Triton kernels as machine code, for GPUs that need not be there, and their times where there is one.
+"""The Triton kernels as machine code, for GPUs that need not be there. :mod:`tests.gpu` times them where there is one.
 
-    python -m tests.benchmarks.kernels --aot [--arch 80 90 100] [--presets nvfp4 ...] [--json FILE]
-    python -m tests.benchmarks.kernels [--presets nvfp4 ...]
+    python -m tests.benchmarks.kernels [--arch 80 90 100] [--presets nvfp4 ...] [--json FILE]
 
-With ``--aot``, for each kernel and architecture: registers, spilled bytes, shared memory, bytes per element and the
-least, and instructions per element in the machine code. What a GPU does at best with them is a prediction: a bound from
-memory, from the instructions that a multiprocessor issues, and from those of them that half of its lanes execute.
-Without ``--aot`` the kernels run on this machine's GPU, after a comparison with the plain code.
+For each kernel and architecture: registers, spilled bytes, shared memory, bytes per element and the least, and
+instructions per element in the machine code. What a GPU does at best with them is a prediction: a bound from memory,
+from the instructions that a multiprocessor issues, and from those of them that half of its lanes execute.
 """
 
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +26,7 @@ from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import empty_laid_out
 from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.quant.call import CastCall
-from lightning_lowbit.quant.operand import empty_operand, make_operand
-from tests.benchmarks.environment import describe
+from lightning_lowbit.quant.operand import empty_operand
 
 ARCHITECTURES = (80, 90, 100)
 SHAPE = (8192, 4096)  # of the operands: multiples of 16, as the sizes of layers are
@@ -321,47 +316,16 @@ def show(entries: list[dict[str, Any]]) -> None:
         print(f"| {entry['cast']} | {entry['arch']} | {numbers} | {moved} | {time} |", flush=True)
 
 
-def measure(presets: list[str], rounds: int = 30) -> None:
-    """Compares each cast with the plain code on this GPU, and prints medians of both times."""
-    size = f"a matrix of {SHAPE[0]} x {SHAPE[1]} in bfloat16"
-    print(f"{describe('cuda')}; {size}; medians of {rounds} interleaved rounds\n")
-    print("| cast | Triton, us | plain, compiled, us |\n|---|---|---|")
-    x = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16)
-    key, amax = torch.tensor(12345, device="cuda"), x.abs().amax().float()
-    for cast, dim in casts_of(presets):
-        call = CastCall(cast, dim, key, amax if cast.scale.needs_amax else None)
-        functions = partial(gpu.make_operand, x, call), partial(make_operand, x, call)
-        for result, expected in zip(*(function() for function in functions), strict=True):
-            assert expected is None or torch.equal(result, expected), f"{cast} along {dim} differs from the plain code"
-        times: list[list[float]] = [[], []]
-        for _ in range(rounds):
-            for function, taken in zip(functions, times, strict=True):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                function()
-                end.record()
-                end.synchronize()
-                taken.append(start.elapsed_time(end) * 1e3)
-        medians = " | ".join(f"{statistics.median(one):.0f}" for one in times)
-        print(f"| {cast}, dim {dim} | {medians} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--aot", action="store_true", help="compile and predict, without a GPU")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--presets", nargs="+", default=[name for name in PRESETS if name != "bf16"])
-    parser.add_argument("--json", type=Path, help="a file for the entries of --aot")
+    parser.add_argument("--json", type=Path, help="a file for the entries")
     options = parser.parse_args()
-    if options.aot:
-        entries = report(options.presets, options.arch)
-        show(entries)
-        if options.json:
-            options.json.write_text(json.dumps(entries, indent=1))
-    elif torch.cuda.is_available():
-        measure(options.presets)
-    else:
-        print("not measured: no GPU was found. --aot compiles the kernels without one.")
+    entries = report(options.presets, options.arch)
+    show(entries)
+    if options.json:
+        options.json.write_text(json.dumps(entries, indent=1))
 
 
 if __name__ == "__main__":

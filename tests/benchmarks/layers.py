@@ -8,18 +8,15 @@ copies: views, allocations and, on a CPU, reading a number do not. GEMMs are not
 are counted at 512 x 512: of smaller matrices each cast measures its own amax, on CPUs alone.
 """
 
-import argparse
 import statistics
-import time
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_lowbit import convert
 from lightning_lowbit.kernels import operands
-from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
-from tests.benchmarks.environment import describe, save
+from lightning_lowbit.nn import LayerKeys
+from tests.benchmarks.environment import describe, interleaved, parser, passes, quantized, save
 
 # Operations that launch nothing on a GPU.
 FREE = """
@@ -33,32 +30,24 @@ class Layer:
     """One layer with an input; ``casts`` is None for an unquantized one."""
 
     def __init__(self, casts: str | None, size: int) -> None:
-        self.model, self.keys = nn.Sequential(nn.Linear(size, size, bias=False)), None
-        self.x = torch.randn(size, size, requires_grad=True)
-        if casts is not None:
-            self.keys = LayerKeys(convert(self.model, casts))
-            AmaxHistories(self.model).to_(torch.device("cpu"))
+        self.model = nn.Sequential(nn.Linear(size, size, bias=False))
+        self.x, self.g = torch.randn(size, size, requires_grad=True), torch.ones(size, size, dtype=torch.bfloat16)
+        self.keys = None if casts is None else LayerKeys(quantized(self.model, casts))
 
     def begin(self) -> None:
         """A micro-batch; once for all layers of a model, so neither timed nor counted."""
         if self.keys is not None:
             self.keys.fill_(0)
 
-
-def step(layer: Layer) -> tuple[float, float]:
-    model, x = layer.model, layer.x
-    start = time.perf_counter()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    middle = time.perf_counter()
-    y.backward(torch.ones_like(y))
-    return middle - start, time.perf_counter() - middle
+    def step(self) -> tuple[float, float]:
+        self.begin()
+        return passes(self.model, self.x, self.g)
 
 
 def launches(casts: str | None) -> tuple[int, int]:
     """Operations of torch that would be launches, and calls of kernels, of a step that adds to gradients."""
     calls, original, layer = 0, operands.cpp.library(), Layer(casts, 512)
-    step(layer)
+    layer.step()
 
     class Counting:
         def __getattr__(self, name):
@@ -70,7 +59,7 @@ def launches(casts: str | None) -> tuple[int, int]:
     try:
         layer.begin()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            step(layer)
+            passes(layer.model, layer.x, layer.g)
     finally:
         operands.cpp.library = operands.library
     leaves = [
@@ -82,35 +71,23 @@ def launches(casts: str | None) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    presets = [name for name in PRESETS if name != "bf16"]
-    parser.add_argument(
-        "--casts", nargs="+", default=["nvfp4", "mxfp8", "fp8-delayed"], choices=presets, metavar="PRESET"
-    )
-    parser.add_argument("--size", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    arguments = parser(__doc__, 300, ["nvfp4", "mxfp8", "fp8-delayed"])
+    arguments.add_argument("--size", type=int, default=256)
+    options = arguments.parse_args()
     torch.set_num_threads(1)
     print(f"{describe()}; {options.size} tokens, {options.size} → {options.size}\n")
     casts = {"nn.Linear": None, **{name: name for name in options.casts}}
     layers = {name: Layer(preset, options.size) for name, preset in casts.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
-    for round in range(options.rounds + 20):
-        for name, layer in layers.items():
-            layer.begin()
-            taken = step(layer)
-            if round >= 20:
-                times[name].append(taken)
+    times = interleaved({name: layer.step for name, layer in layers.items()}, options.rounds, warmup=20)
     numbers = {}
     print("| | forward, µs | backward, µs | above nn.Linear, µs | launches | kernels among them |")
     print("|---|---|---|---|---|---|")
     for name, preset in casts.items():
-        passes = [statistics.median(taken[i] for taken in times[name]) * 1e6 for i in (0, 1)]
-        numbers[name] = sum(passes)
+        medians = [statistics.median(taken[i] for taken in times[name]) * 1e6 for i in (0, 1)]
+        numbers[name] = sum(medians)
         of_torch, of_kernels = launches(preset)
         numbers[f"{name}, launches"] = of_torch + of_kernels
-        row = [*passes, numbers[name] - numbers["nn.Linear"], of_torch + of_kernels, of_kernels]
+        row = [*medians, numbers[name] - numbers["nn.Linear"], of_torch + of_kernels, of_kernels]
         print(f"| {name} | {' | '.join(f'{number:.0f}' for number in row)} |")
     save(options.json, numbers)
 

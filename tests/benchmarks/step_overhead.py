@@ -1,13 +1,13 @@
 """What quantized training costs: a linear layer's forward and backward pass, in any preset, against bf16.
 
     python -m tests.benchmarks.step_overhead [--casts nvfp4 mxfp4] [--tokens 2048 8192] [--rounds 20] [--device cpu]
+                                            [--backend emulated]
 
 All in one run, in interleaved rounds: ``nn.Linear`` under bf16 autocast, and in float32; the same arithmetic through
 this project's autograd function, nothing quantized, as the control; six operands as each preset quantizes them. Weights
 are fp32 and are cast and quantized anew in each step. Outputs are checked before anything is timed.
 """
 
-import argparse
 import statistics
 import time
 from functools import partial
@@ -16,25 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowbit import compilation, convert
-from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
+from lightning_lowbit import compilation
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.units import has_units
-from tests.benchmarks.environment import describe, keep_large_blocks
+from tests.benchmarks.environment import CASTS, describe, interleaved, keep_large_blocks, parser, quantized
 
 # The linear layers of a block of LLaMA-60M (Stable-SPAM, table A.1): how many, in_features, out_features.
 SHAPES = [(4, 512, 512), (2, 512, 1376), (1, 1376, 512)]
 
 
-def layer(casts: str | None, inputs: int, outputs: int, device: str) -> nn.Module:
+def layer(casts: str | None, inputs: int, outputs: int, device: str, backend: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(device)
     if casts == "float32":
         model[0].forward = partial(float32_linear, weight=model[0].weight)
     elif casts is not None:
-        LayerKeys(convert(model, casts)).fill_(0, device=torch.device(device))
-        AmaxHistories(model).to_(torch.device(device))  # which delayed scaling reads and stages
-        linear = model[0]  # of bf16 casts too, which would else be a plain nn.Linear
+        linear = quantized(model, casts, device, backend)[0]  # of bf16 casts too, which would else be a plain nn.Linear
         linear.forward = lambda x: linear.quantized_forward(x, linear.weight, linear.bias)
     return model
 
@@ -85,15 +82,14 @@ def check(models: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    presets = [name for name in PRESETS if name != "bf16"]
-    parser.add_argument("--casts", nargs="+", default=["nvfp4"], choices=[*presets, "all"], metavar="PRESET")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
+    arguments = parser(__doc__, 20)
+    arguments.add_argument("--casts", nargs="+", default=["nvfp4"], choices=[*CASTS, "all"], metavar="PRESET")
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    arguments.add_argument("--device", default="cpu")
+    arguments.add_argument("--backend", default="auto", choices=["auto", "native", "emulated"])
+    options = arguments.parse_args()
     casts: dict[str, str | None] = {"linear": None, "float32": "float32", "control": "bf16"}
-    casts |= {name: name for name in (presets if "all" in options.casts else options.casts)}
+    casts |= {name: name for name in (CASTS if "all" in options.casts else options.casts)}
     allocator = keep_large_blocks() if options.device == "cpu" else "torch's caching allocator"
     print(f"{describe(options.device)}; allocator: {allocator}")
     print(
@@ -104,15 +100,15 @@ def main() -> None:
     for tokens in options.tokens:
         block = dict.fromkeys(casts, 0.0)
         for count, inputs, outputs in SHAPES:
-            models = {key: layer(value, inputs, outputs, options.device) for key, value in casts.items()}
+            models = {
+                key: layer(value, inputs, outputs, options.device, options.backend) for key, value in casts.items()
+            }
             x = torch.randn(tokens, inputs, device=options.device, dtype=torch.bfloat16).requires_grad_()
             gradient = torch.randn(tokens, outputs, device=options.device, dtype=torch.bfloat16)
             check(models, x, gradient)
-            times: dict[str, list[float]] = {key: [] for key in models}
-            for _ in range(options.rounds):
-                for key, model in models.items():
-                    times[key].append(seconds(model, x, gradient) * 1e3)
-            medians = {key: statistics.median(values) for key, values in times.items()}
+            calls = {key: partial(seconds, model, x, gradient) for key, model in models.items()}
+            times = interleaved(calls, options.rounds)
+            medians = {key: statistics.median(values) * 1e3 for key, values in times.items()}
             for key, value in medians.items():
                 block[key] += count * value
             print(row(tokens, f"{inputs} → {outputs}", medians))

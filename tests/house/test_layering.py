@@ -18,9 +18,8 @@ from tests.house.structure import nodes, tree
 
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = {
-    "_moved": 0,
+    "_finders": 0,
     "_torch": 0,
-    "_tree": 0,
     "checks": 0,
     "saved_state": 0,
     "formats": 0,

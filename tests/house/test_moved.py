@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from lightning_lowbit._moved import MOVED
+from lightning_lowbit._finders import MOVED
 
 
 def test_every_former_name_warns_and_gives_what_its_modules_hold():

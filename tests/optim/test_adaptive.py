@@ -1,8 +1,6 @@
 """Adaptive against reference guards, and the wrapped optimizer alone on what these let through."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from tests.references.adaptive import Guard, guard_all
 from tests.tables import each
 
 SHAPES = [(), (7,), (5, 6), (3, 2, 2, 2)]
-Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def lion(parameters):

@@ -62,9 +62,6 @@ def test_elsewhere_pieces_are_larger():
         assert [len(piece) for (piece,) in passes.pieces_of(zeros)] == rows, f"pieces on {device}"
 
 
-# --- what is measured ---
-
-
 # --- moving averages ---
 
 

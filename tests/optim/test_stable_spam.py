@@ -1,6 +1,4 @@
-"""StableSPAM against golden vectors and the slow reference; what every optimizer keeps to is in `conformance`."""
-
-from pathlib import Path
+"""StableSPAM against the slow reference; what every optimizer keeps to is in `conformance`."""
 
 import torch
 from torch.nn import Parameter
@@ -8,8 +6,6 @@ from torch.nn import Parameter
 from lightning_lowbit.optim import StableSPAM
 from tests.optim.parameters import assert_same, make_parameters, set_gradients
 from tests.references.stable_spam import Reference
-
-ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
 
 
 def test_bf16_update_is_the_fp32_update_rounded_once():

@@ -53,10 +53,6 @@ def text():
     return {"input_ids": _ids(), "labels": _ids()}
 
 
-def unlabeled():
-    return {"input_ids": _ids()}
-
-
 def image():
     pixels = torch.randn(2, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
     return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}

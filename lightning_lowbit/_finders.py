@@ -1,13 +1,14 @@
-"""Modules under their former names, for one version.
+"""Finders of modules that lie elsewhere: under former names, for one version, and of recipes beside the package.
 
-Importing one of them, as pickles of classes do, warns and gives the contents of the modules that hold them now. The
-finder derives from no class of ``importlib.abc``, which would import more of Python before a command runs.
+They derive from no class of ``importlib.abc``, which would import more of Python before a command runs.
 """
 
 import importlib
 import sys
 import warnings
 from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from os.path import dirname, isfile, join
 from types import ModuleType
 from typing import Any
 
@@ -87,10 +88,14 @@ RENAMED = {
     "Settings": "FrozenDict",
 }
 _PACKAGE = "lightning_lowbit."
+_RECIPES = join(dirname(dirname(__file__)), "recipes", "__init__.py")
 
 
 class _FormerNames:
-    """Finds modules under their former names, and makes them of those that hold their contents now."""
+    """Finds modules under their former names, and makes them of those that hold their contents now.
+
+    Importing one, as pickles of classes do, warns.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_former = fullname.startswith(_PACKAGE) and fullname.removeprefix(_PACKAGE) in MOVED
@@ -118,6 +123,15 @@ class _FormerNames:
         )
 
 
+class _Recipes:
+    """Finds the recipes of sources that are not installed, after all finders of installed packages."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != f"{_PACKAGE}recipes" or not isfile(_RECIPES):
+            return None
+        return spec_from_file_location(fullname, _RECIPES, submodule_search_locations=[dirname(_RECIPES)])
+
+
 def install() -> None:
-    """Lets former names be imported."""
-    sys.meta_path.append(_FormerNames())
+    """Lets former names be imported, and ``lightning_lowbit.recipes`` from the sources."""
+    sys.meta_path.extend((_FormerNames(), _Recipes()))
