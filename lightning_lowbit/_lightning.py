@@ -47,6 +47,7 @@ Precision = pytorch.plugins.precision.Precision
 SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
+BaseFinetuning = pytorch.callbacks.BaseFinetuning
 CSVLogger = pytorch.loggers.CSVLogger
 GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 Logger = pytorch.loggers.Logger

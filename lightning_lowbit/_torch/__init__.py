@@ -134,7 +134,9 @@ def repeatable_backward() -> Generator[None, None, None]:
 # --- CPUs -------------------------------------------------------------------------------------------------------------
 
 
-has_amx = torch.cpu._is_amx_tile_supported  # whether this CPU multiplies tiles of bfloat16
+def has_amx() -> bool:
+    """Tells whether this CPU multiplies tiles of bfloat16."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def _onednn_limit() -> str:

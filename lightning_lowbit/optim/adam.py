@@ -295,8 +295,9 @@ class SPAM(ClippedAdam):
 class LowBitAdamW(ClippedAdam):
     """AdamW, for parameters of any real floating dtype on any device, whole or sharded.
 
-    With fp32 moments it differs from `torch.optim.AdamW` in two points: the moments of bf16 parameters are fp32, and a
-    step is skipped if a gradient holds a NaN, an Inf, or an element beyond 9e18, whose square does not fit fp32.
+    With fp32 moments it differs from `torch.optim.AdamW` in three points: the moments of bf16 parameters are fp32; a
+    step is skipped if a gradient holds a NaN, an Inf, or an element beyond 9e18, whose square does not fit fp32; and
+    where a schedule changes β1 or β2, as `OneCycleLR` does, moments are corrected by the weights of their gradients.
 
     Args:
         params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.

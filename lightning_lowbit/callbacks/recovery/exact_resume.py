@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_lowbit._lightning import LightningModule, Trainer, call_before_fetches, rank_zero_warn
+from lightning_lowbit._lightning import (
+    BaseFinetuning,
+    LightningModule,
+    StochasticWeightAveraging,
+    Trainer,
+    call_before_fetches,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.precision.run_settings import data_rank, global_seed
@@ -17,6 +24,8 @@ _AFTER_THE_EPOCH = (
     "Lightning {which}, so the run may differ from an uninterrupted one. Resume from a checkpoint of a step "
     "(CrashSafeCheckpoint with every_n_train_steps){or_else}."
 )
+# Of Lightning; within an epoch nothing calls their on_train_epoch_start again.
+_BY_EPOCH = (BaseFinetuning, StochasticWeightAveraging)
 
 
 class ExactResume(LowBitCallback):
@@ -57,6 +66,13 @@ class ExactResume(LowBitCallback):
         elif has_ended and trainer.max_steps != -1:
             which = "counts batches on from that epoch if max_steps is set"
             rank_zero_warn(_AFTER_THE_EPOCH.format(which=which, or_else=", or set max_epochs alone"))
+        elif not (has_ended or is_whole):
+            callbacks = [callback for callback in trainer.callbacks if isinstance(callback, _BY_EPOCH)]  # type: ignore[attr-defined]
+            for name in sorted({type(callback).__name__ for callback in callbacks}):
+                rank_zero_warn(
+                    f"{name} acts at the start of epochs, and Lightning goes on within one: until the next one the run "
+                    "may differ from an uninterrupted one. Resume from a checkpoint of the end of an epoch."
+                )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seeds each fetch too: the order of data is drawn with the first one of an epoch, alike on all ranks."""

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -58,9 +58,21 @@ class GracefulInterrupt(LowBitCallback):
             numbers.append(environment.requeue_signal)
         self._handlers = {number: signal.getsignal(number) for number in numbers}
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs the handlers: that of Lightning would wait here for a signal to each rank."""
+        self._install_handlers(trainer)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops before the first step, with nothing to save."""
+        if requested := self._all_requested(trainer) & _STOPS:
+            self._stop(trainer, requested)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._install_handlers(trainer)
+
+    def _install_handlers(self, trainer: Trainer) -> None:
         """Installs the handlers, which only the main thread may do."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._replaced or threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
         self._requested = {signal.SIGTERM} if trainer.received_sigterm else set()
@@ -90,6 +102,9 @@ class GracefulInterrupt(LowBitCallback):
         path = os.path.join(self._folder(trainer), "interrupted.ckpt")
         save_checkpoint(trainer, path)
         rank_zero_info(f"Interrupted after step {trainer.global_step}. To resume: --ckpt_path {path}")
+        self._stop(trainer, requested)
+
+    def _stop(self, trainer: Trainer, requested: set[int]) -> NoReturn:
         raise SIGTERMException(_status(trainer)) if signal.SIGTERM in requested else KeyboardInterrupt
 
     def _all_requested(self, trainer: Trainer) -> set[int]:

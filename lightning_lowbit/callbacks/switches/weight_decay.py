@@ -1,10 +1,11 @@
 """Changes the weight decay during training."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_info
 from lightning_lowbit.callbacks.switches.base import Switch
 from lightning_lowbit.checks import number
+from lightning_lowbit.saved_state import NUMBER
 
 # Like "initial_lr" of torch's schedulers: tells, after a switch to 0 and a resume, which groups had a weight decay.
 _INITIAL = "initial_weight_decay"
@@ -31,10 +32,12 @@ class WeightDecaySwitch(Switch):
     """
 
     changes = "weight decay"
+    saved: ClassVar[Any] = {"initial?": [[NUMBER | None]]}  # by optimizer and group
 
     def __init__(self, to: float = 0.0, *, at: float | None = None, step: int | None = None) -> None:
         self.to = number("to", to, "a weight decay", at_least=0)
         super().__init__(at=at, step=step)
+        self._initial: list[list[float | None]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
@@ -43,6 +46,11 @@ class WeightDecaySwitch(Switch):
                     f"WeightDecaySwitch needs optimizers with weight decay, and {type(optimizer).__name__} has none. "
                     "Use one that has, such as AdamW, or leave out the callback."
                 )
+        # A folder of shards loads no entry of a group that the group does not have.
+        for optimizer, values in zip(trainer.optimizers, self._initial, strict=False):
+            for group, value in zip(optimizer.param_groups, values, strict=False):
+                if value is not None:
+                    group.setdefault(_INITIAL, value)
         _note_new_groups(trainer)
         if not any(group.get(_INITIAL) for group in _groups(trainer)):
             raise MisconfigurationException(
@@ -66,6 +74,18 @@ class WeightDecaySwitch(Switch):
             if group[_INITIAL]:
                 group["weight_decay"] = self.to
         return False
+
+    def _start_afresh(self) -> None:
+        super()._start_afresh()
+        self._initial = []
+
+    def _state(self, trainer: Trainer) -> dict[str, Any]:
+        initial = [[group.get(_INITIAL) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        return super()._state(trainer) | {"initial": initial}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
+        self._initial = state.get("initial", [])
 
 
 def _note_new_groups(trainer: Trainer) -> list[dict[str, Any]]:

@@ -213,7 +213,14 @@ PRESETS |= {
     "fp8-current": _fp8_current,
     "fp8-row": _fp8_row,
     "fp8-blockwise": _fp8_blockwise,
-    **{f"int{bits}": partial(_integer, bits) for bits in range(8, 1, -1)},
+    # Each by its name: the command reads them in the source, before torch is imported.
+    "int8": partial(_integer, 8),
+    "int7": partial(_integer, 7),
+    "int6": partial(_integer, 6),
+    "int5": partial(_integer, 5),
+    "int4": partial(_integer, 4),
+    "int3": partial(_integer, 3),
+    "int2": partial(_integer, 2),
     "e1m2": _e1m2,
     "ternary": _ternary,
 }

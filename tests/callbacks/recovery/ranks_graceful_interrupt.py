@@ -1,5 +1,5 @@
-"""One of two ranks; the second gets SIGTERM in its third step:
-``python -m tests.callbacks.recovery.ranks_graceful_interrupt RANK FOLDER``.
+"""One of two ranks; the second gets SIGTERM in its third step, or in the sanity check:
+``python -m tests.callbacks.recovery.ranks_graceful_interrupt RANK FOLDER step|check``.
 
 The steps it has begun are in ``FOLDER/RANK.txt``.
 """
@@ -17,8 +17,12 @@ from tests.lightning_imports import BoringModel, Callback, quiet_trainer
 
 
 class Terminate(Callback):
-    def __init__(self, steps):
-        self.steps = steps
+    def __init__(self, steps, when):
+        self.steps, self.when = steps, when
+
+    def on_validation_batch_start(self, trainer, *_):
+        if trainer.global_rank == 1 and self.when == "check":
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_start(self, trainer, *_):
         self.steps.write_text(str(trainer.global_step + 1))
@@ -26,7 +30,7 @@ class Terminate(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(rank, folder):
+def main(rank, folder, when):
     torch.set_num_threads(1)
     # How torchrun tells them; they meet in a file.
     os.environ.update(TORCHELASTIC_RUN_ID="1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
@@ -37,8 +41,10 @@ def main(rank, folder):
         devices=2,
         strategy="ddp",
         max_steps=8,
-        limit_val_batches=0,
-        callbacks=[Terminate(Path(folder, f"{rank}.txt")), GracefulInterrupt()],
+        limit_val_batches=1,
+        val_check_interval=8,
+        num_sanity_val_steps=int(when == "check"),
+        callbacks=[Terminate(Path(folder, f"{rank}.txt"), when), GracefulInterrupt()],
     ).fit(BoringModel())
 
 

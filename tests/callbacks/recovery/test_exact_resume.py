@@ -9,7 +9,7 @@ import torch
 
 from lightning_lowbit import CrashSafeCheckpoint, ExactResume
 from tests.launch import launch
-from tests.lightning_imports import BoringModel, quiet_trainer
+from tests.lightning_imports import BoringModel, pytorch, quiet_trainer
 from tests.tables import each
 
 
@@ -162,6 +162,29 @@ def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tm
     assert (model.seen == whole.seen) == (reason is None)
     messages = [str(warning.message) for warning in records if "its epoch had ended" in str(warning.message)]
     assert len(messages) == (reason is not None) and all(reason in message for message in messages)
+
+
+@each(
+    "callback",
+    [
+        pytorch.callbacks.StochasticWeightAveraging(1e-2),
+        pytorch.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1),
+    ],
+)
+def test_a_callback_of_epochs_that_resumes_within_one_gets_a_warning(callback, tmp_path):
+    folder = tmp_path / type(callback).__name__
+    options = {"limit_train_batches": 6, "limit_val_batches": 0, "max_epochs": 2}
+    save = CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    quiet_trainer(callbacks=[ExactResume(), save], enable_checkpointing=True, **options).fit(BoringModel())
+    for step, warns in ((3, True), (6, False)):
+        checkpoint = torch.load(folder / f"step={step}.ckpt")
+        trainer = quiet_trainer(callbacks=[resume := ExactResume(), callback], **options)
+        trainer.state.fn = "fit"
+        with warnings.catch_warnings(record=True) as records:
+            warnings.simplefilter("always")
+            resume.on_load_checkpoint(trainer, BoringModel(), checkpoint)
+        messages = [str(warning.message) for warning in records]
+        assert any("acts at the start of epochs" in message for message in messages) == warns, (step, messages)
 
 
 def test_ranks_draw_alike_where_they_share_a_batch(tmp_path):

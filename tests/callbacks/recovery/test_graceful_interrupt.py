@@ -190,18 +190,19 @@ def test_a_handler_of_the_user_hears_sigterm_too():
     assert heard == [True] and saved_step() == 2
 
 
-def test_all_ranks_stop_at_the_step_at_which_one_has_the_signal(tmp_path):
+@pytest.mark.parametrize("when, steps", [("step", ["3", "3"]), ("check", [])])
+def test_all_ranks_stop_where_one_has_the_signal(tmp_path, when, steps):
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = [
-        start(log, "tests.callbacks.recovery.ranks_graceful_interrupt", str(rank), str(tmp_path))
+        start(log, "tests.callbacks.recovery.ranks_graceful_interrupt", str(rank), str(tmp_path), when)
         for rank, log in enumerate(logs)
     ]
     for rank in ranks:
         rank.join(LIMIT)
     told = "\n".join(log.read_text()[-3000:] for log in logs)
     assert [rank.exitcode for rank in ranks] == [143, 143], told
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["3", "3"], told
-    assert saved_step(tmp_path / "interrupted.ckpt") == 3
+    assert [path.read_text() for path in sorted(tmp_path.glob("?.txt"))] == steps, told
+    assert saved_step(tmp_path / "interrupted.ckpt") == 3 if steps else not (tmp_path / "interrupted.ckpt").exists()
 
 
 # --- SLURM ---
