@@ -54,8 +54,6 @@ Strategy = pytorch.strategies.Strategy
 XLAStrategy = pytorch.strategies.XLAStrategy
 
 Fabric = fabric.Fabric
-_format_checkpoint = import_module(f"{NAME}.utilities.consolidate_checkpoint")._format_checkpoint
-_load_distributed_checkpoint = fabric.utilities.load._load_distributed_checkpoint
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -109,8 +107,6 @@ __all__ = [
     "Trainer",
     "WandbLogger",
     "XLAStrategy",
-    "_format_checkpoint",
-    "_load_distributed_checkpoint",
     "fabric",
     "from_yaml",
     "pytorch",

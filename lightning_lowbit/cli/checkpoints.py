@@ -57,8 +57,7 @@ def _check_strategy(path: Path, trainer: Any) -> None:
     if path.is_dir() and _WHOLE.fullmatch(strategy):
         raise ValueError(
             f"{path} is a folder of shards, which the strategy {strategy} does not load. Give --trainer.strategy of "
-            "the run that saved it, or the file that `python -m "
-            f"lightning.pytorch.utilities.consolidate_checkpoint {path}` makes of it."
+            f"the run that saved it, or the file that `lowbit consolidate {path}` makes of it."
         )
 
 

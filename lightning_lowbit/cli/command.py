@@ -34,6 +34,7 @@ To begin: lowbit fit --config quickstart
                              what casts make of its weights: a table and a picture
   export CHECKPOINT --format FORMAT --output DIR
                              a checkpoint as inference engines load it, with the outputs of the training
+  consolidate FOLDER         one file of a checkpoint in shards
   estimate --config RECIPE [--device h100] [--devices N] [--strategy ddp|fsdp] [--tensor_parallel T]
                              memory and time of a step by formulas, before there are devices
   evaluate CHECKPOINT|FOLDER --tasks A,B
@@ -66,6 +67,7 @@ _ROOMS = {
     "compare": ("lab.compare", "matplotlib", "scipy"),
     "inspect": ("lab.inspect", "safetensors"),
     "export": ("export",),
+    "consolidate": ("consolidate",),
     "evaluate": ("evaluate",),
     "estimate": ("lab.estimate",),
 }

@@ -91,8 +91,7 @@ def existing(name: str, kinds: str) -> Path:
 def check_whole(path: Path) -> None:
     """Raises a ``ValueError`` for a checkpoint in shards, which only the strategy that saved it loads."""
     if (path / ".metadata").exists():
-        command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
-        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
+        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `lowbit consolidate {path}` makes of it.")
 
 
 def check_checkpoint(path: str | None) -> bool:

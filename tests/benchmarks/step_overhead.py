@@ -1,6 +1,6 @@
 """What quantized training costs: a linear layer's forward and backward pass, in any preset, against bf16.
 
-    python -m tests.benchmarks.step_overhead [--casts nvfp4 mxfp4] [--tokens 2048 8192] [--rounds 20] [--device cpu]
+    python -m tests.benchmarks.step_overhead [--casts nvfp4 mxfp4] [--tokens 2048 8192] [--width 1024] [--device cpu]
                                             [--backend emulated]
 
 All in one run, in interleaved rounds: ``nn.Linear`` under bf16 autocast, and in float32; the same arithmetic through
@@ -21,8 +21,8 @@ from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.units import has_units
 from tests.benchmarks.environment import CASTS, describe, interleaved, keep_large_blocks, parser, quantized
 
-# The linear layers of a block of LLaMA-60M (Stable-SPAM, table A.1): how many, in_features, out_features.
-SHAPES = [(4, 512, 512), (2, 512, 1376), (1, 1376, 512)]
+# Inner widths of blocks of LLaMA-60M, 350M and 1B (Stable-SPAM, table A.1), by width.
+INNER = {512: 1376, 1024: 2736, 2048: 5461}
 
 
 def layer(casts: str | None, inputs: int, outputs: int, device: str, backend: str) -> nn.Module:
@@ -85,6 +85,7 @@ def main() -> None:
     arguments = parser(__doc__, 20)
     arguments.add_argument("--casts", nargs="+", default=["nvfp4"], choices=[*CASTS, "all"], metavar="PRESET")
     arguments.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    arguments.add_argument("--width", type=int, default=512, choices=INNER)
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--backend", default="auto", choices=["auto", "native", "emulated"])
     options = arguments.parse_args()
@@ -97,9 +98,11 @@ def main() -> None:
     )
     print(f"| tokens | in → out | nn.Linear, ms | {' | '.join(list(casts)[1:])} |")
     print("|---|---|---|" + "---|" * (len(casts) - 1))
+    width, inner = options.width, INNER[options.width]
+    shapes = [(4, width, width), (2, width, inner), (1, inner, width)]  # how many, in_features, out_features
     for tokens in options.tokens:
         block = dict.fromkeys(casts, 0.0)
-        for count, inputs, outputs in SHAPES:
+        for count, inputs, outputs in shapes:
             models = {
                 key: layer(value, inputs, outputs, options.device, options.backend) for key, value in casts.items()
             }

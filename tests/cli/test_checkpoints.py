@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from lightning_lowbit import atomic_files, cli
 from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
@@ -170,12 +171,26 @@ def test_sigterm_outside_of_training_ends_with_143_too():
     assert stopped.value.code == 143
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_shards_become_a_file_by_a_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shards = {"state_dict": {"weight": torch.ones(3)}, "optimizer_0": {"state": {}, "param_groups": [{"lr": 0.1}]}}
+    save_distributed(shards, checkpoint_id="it.ckpt", no_dist=True)
+    torch.save({"global_step": 7}, "it.ckpt/meta.pt")
+    assert cli.main(["consolidate", "it.ckpt"]) == 0
+    whole = torch.load("it_whole.ckpt")
+    assert whole["state_dict"]["weight"].tolist() == [1, 1, 1] and whole["global_step"] == 7
+    assert whole["optimizer_states"] == [shards["optimizer_0"]]
+    assert cli.main(["consolidate", "it_whole.ckpt"]) == 2
+    assert "it_whole.ckpt is no checkpoint in shards" in capsys.readouterr().err
+
+
 def test_a_folder_of_shards_is_refused_where_the_strategy_loads_files(tmp_path):
     save_directory(tmp_path / "step=6.ckpt", 6)
     path = str(tmp_path / "step=6.ckpt")
     whole = ("auto", "ddp", "ddp_spawn", Namespace(class_path="lightning.pytorch.strategies.DDPStrategy"))
     for strategy in whole:
-        with pytest.raises(ValueError, match="is a folder of shards, which .* does not load.*consolidate_checkpoint"):
+        with pytest.raises(ValueError, match="is a folder of shards, which .* does not load.*lowbit consolidate"):
             resolve(path, Namespace(**vars(TRAINER), strategy=strategy), trains=True)
     for strategy in ("fsdp", Namespace(class_path="lightning.pytorch.strategies.ModelParallelStrategy")):
         assert resolve(path, Namespace(**vars(TRAINER), strategy=strategy), trains=True) == path

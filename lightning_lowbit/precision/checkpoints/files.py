@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.nn.layers.layer import clean_name
@@ -196,6 +198,30 @@ def load_shards(needed: Mapping[str, Any], folder: Path, same_dtype: bool = True
     except Exception as error:  # shards that are missing or damaged raise errors of many classes, and torch's own
         raise ValueError(f"The shards in {folder} cannot be read ({type(error).__name__}). Give another.") from error
     return {name: shards[f"{prefix}{name}"] for name in described}
+
+
+def consolidate(folder: Path, path: Path) -> None:
+    """Writes a checkpoint in shards as a file for all strategies; it must fit the memory.
+
+    Shards may hold objects, whose code runs: the folder must be trusted. A ``ValueError`` says that there are none.
+    """
+    if not (folder / ".metadata").exists():
+        raise ValueError(f"{folder} is no checkpoint in shards, which is a folder with a file .metadata.")
+    with being_written(path) as partial:
+        try:
+            dcp_to_torch_save(folder, partial)
+            checkpoint = torch.load(partial, map_location="cpu", weights_only=False)
+            if "model" in checkpoint:  # the name under FSDP1
+                checkpoint["state_dict"] = checkpoint.pop("model")
+            numbers = range(sum(re.fullmatch(r"optimizer_\d+", name) is not None for name in checkpoint))
+            states = [checkpoint.pop(f"optimizer_{number}") for number in numbers]
+            # Shards hold nothing that is empty.
+            checkpoint["optimizer_states"] = [{"state": {}} | state for state in states]
+            checkpoint |= torch.load(folder / _META, map_location="cpu", weights_only=False)
+            torch.save(checkpoint, partial)
+            put_in_place(partial, path)
+        finally:
+            remove(partial)
 
 
 def _described(entry: Any) -> Any:

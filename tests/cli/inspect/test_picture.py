@@ -99,7 +99,7 @@ def write(kind):
         ("broken zip", "it.ckpt cannot be loaded ("),
         ("numbers", "it.ckpt holds no matrix of floating point numbers"),
         ("tensor", "it.ckpt holds a Tensor, not the mapping that a checkpoint is."),
-        ("sharded", "`python -m lightning.pytorch.utilities.consolidate_checkpoint it.ckpt` makes of it"),
+        ("sharded", "`lowbit consolidate it.ckpt` makes of it"),
         ("folder", "The folder it.ckpt holds neither model.safetensors nor pytorch_model.bin."),
         ("garbage index", "it.ckpt/pytorch_model.bin.index.json does not name the files of weights"),
         ("empty index", "it.ckpt/pytorch_model.bin.index.json does not name the files of weights"),

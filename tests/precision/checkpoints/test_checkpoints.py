@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbit import restore
+from lightning_lowbit.precision.checkpoints.files import consolidate
 from tests.launch import LIMIT, launch, start
-from tests.lightning_imports import _format_checkpoint, _load_distributed_checkpoint
 from tests.pairwise import selected
 from tests.precision.checkpoints import ranks as checkpoints
 from tests.precision.checkpoints import ranks_killed
@@ -159,10 +159,7 @@ def test_resumed_run_is_the_uninterrupted_one(results, folder, monkeypatch, pair
 )
 def test_shards_become_a_file_for_one_device(results, folder, monkeypatch, kind, writer):
     path, whole = path_of(writer, kind), results[path_of(writer, kind)]
-    checkpoint = _load_distributed_checkpoint(folder / path)
-    if "model" not in checkpoint:  # Lightning 2.6.6's own command knows the names of FSDP1 alone
-        checkpoint["model"] = checkpoint.pop("state_dict")
-    torch.save(_format_checkpoint(checkpoint), folder / f"{path}.consolidated")
+    consolidate(folder / path, folder / f"{path}.consolidated")
     run = in_this_process("one", kind, folder, monkeypatch, f"{path}.consolidated")
     assert_equal(from_half(run["losses"]), from_half(whole["losses"]), 1e-5)
     assert_equal(run["weights"], whole["weights"], 1e-5)

@@ -1,0 +1,1 @@
+"""The subcommand ``lowbit consolidate``."""
