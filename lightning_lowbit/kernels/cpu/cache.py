@@ -109,6 +109,8 @@ def _check(path: Path, descriptor: int) -> None:
     status = os.fstat(descriptor)
     name, others = shown(path), stat.S_IWGRP | stat.S_IWOTH
     is_file, is_folder = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+    if is_file and status.st_nlink == 0:
+        raise FileNotFoundError(f"{name} was removed")
     if is_folder and status.st_uid == os.geteuid() and _can_be_closed(descriptor, status.st_mode):
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~others)

@@ -68,7 +68,7 @@ def test_nothing_to_evaluate_is_told_with_what_is_possible(tmp_path):
         with pytest.raises(ValueError, match="is neither a checkpoint nor a folder of Hugging Face. Give a checkpoint"):
             load(path)
     (tmp_path / ".metadata").touch()
-    with pytest.raises(ValueError, match="is a sharded checkpoint. Give the file that `python -m lightning"):
+    with pytest.raises(ValueError, match="is a sharded checkpoint. Give the file that `lowbit consolidate"):
         load(tmp_path)
 
 

@@ -119,6 +119,14 @@ def test_a_cache_that_cannot_be_trusted_or_written_is_said(cache, compiler, use,
     assert not cache.is_dir() or not list(cache.iterdir())
 
 
+def test_a_library_that_another_process_has_just_removed_is_not_damaged(tmp_path):
+    path = tmp_path / "kernels.so"
+    with path.open("w") as file:
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match="was removed"):
+            files._check(path, file.fileno())
+
+
 def test_a_lock_file_that_is_a_link_leads_nowhere(cache, compiler, unloaded):
     victim = Path("victim").absolute()
     victim.write_text("precious")
