@@ -39,11 +39,15 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def being_written(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, for :func:`put_in_place` or :func:`remove`; first removes leftovers in the folder."""
+    """Yields a path to write to, for :func:`put_in_place`, and removes it if it is not put there; first removes
+    leftovers in the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mend(path.parent, path.suffix, below=False)
     with _partial(path) as partial:
-        yield partial
+        try:
+            yield partial
+        finally:
+            remove(partial)
 
 
 def put_in_place(partial: Path, path: Path) -> None:

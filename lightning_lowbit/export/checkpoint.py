@@ -4,7 +4,6 @@ import errno
 import os
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import rank_zero_warn
-from lightning_lowbit.atomic_files import being_written, put_in_place, remove
+from lightning_lowbit.atomic_files import being_written, put_in_place
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.card import card
 from lightning_lowbit.export.folder import RECORD, write_record
@@ -118,13 +117,9 @@ def export_checkpoint(
     amaxes = input_amaxes(original, tokens) if calibrate is not None and tokens is not None else None
     options = Options(rescale, amaxes, dense_dtype, shape)
     try:
-        with being_written(output) as partial, ExitStack() as stack:
-            stack.callback(remove, partial)  # what is in place is no longer there
+        with being_written(output) as partial:
             partial.mkdir()
-            rows = chosen.write(original, partial, options)
-            if original.unmerged is not None:
-                changes = rounding_errors(original)
-                rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
+            rows = _rows(chosen, original, partial, options)
             compared: dict[str, Any] = {"why_not": "it was not asked for"}
             if parity:
                 compared = _compared(chosen, original, partial, rows, options, tokens)
@@ -138,6 +133,15 @@ def export_checkpoint(
             raise OSError(message) from error
         raise
     return exported
+
+
+def _rows(format: Format, original: TrainedModel, folder: Path, options: Options) -> Sequence[Written]:
+    """Writes a model; returns a row for each layer, whose error includes that of adapters that were merged."""
+    rows = format.write(original, folder, options)
+    if original.unmerged is None:
+        return rows
+    changes = rounding_errors(original)
+    return [replace(row, error=max(row.error, changes[row.name])) for row in rows]
 
 
 def _chosen(format: str, dtype: str | None) -> tuple[Format, torch.dtype]:

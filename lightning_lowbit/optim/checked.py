@@ -28,6 +28,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     _has_foreign_state: ClassVar[bool] = False
 
     _known: frozenset[int] = frozenset()  # ids of the parameters that the groups were built with
+    _is_loaded = False  # whether no step was taken since a state was loaded
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -86,6 +87,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 if self._owns(name):  # the base class casts statistics and counters of a bf16 parameter to bf16
                     dtype = statistics_dtype(parameter) if value.dtype in STATISTICS else value.dtype
                     self.state[parameter][name] = value.detach().to(parameter.device, dtype, copy=True)
+        self._is_loaded = True
 
     def _owns(self, name: str) -> bool:
         """Returns whether an entry of the state is not of another optimizer."""

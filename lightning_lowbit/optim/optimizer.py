@@ -66,17 +66,10 @@ class ClippedOptimizer(CheckedOptimizer):
 
     _statistics: list[tuple[list[Tensor], list[Tensor | None]]]  # by batch: parameters, and columns [P]
     _memory: dict[int, Any]  # of passes, from step to step
-    _is_loaded = False  # whether no step was taken since a state was loaded
 
     def _remember_parameters(self) -> None:
         super()._remember_parameters()
         self._statistics, self._memory = [], {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._is_loaded = True
-
-    load_state_dict.__doc__ = CheckedOptimizer.load_state_dict.__doc__
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -197,7 +190,7 @@ def _share_scalars(batches: Sequence[Batch]) -> None:
     rows = []
     for batch, numbers in zip(batches, before, strict=True):
         is_held = torch.tensor([member.shard.numel() > 0 for member in batch.members], device=batch.device)
-        rows.append(torch.stack([numbers[name].to(batch.dtype) * is_held for name in batch.scalars]))
+        rows.append(torch.stack([torch.where(is_held, numbers[name], 0).to(batch.dtype) for name in batch.scalars]))
     # No scalar is below 0.
     rows = all_reduce_(rows, [batch.groups for batch in batches], dist.ReduceOp.MAX)
     for batch, numbers, values in zip(batches, before, rows, strict=True):

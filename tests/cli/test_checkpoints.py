@@ -1,6 +1,7 @@
 """Which checkpoint ``--ckpt_path last`` and ``last-good`` take, what they remove, and what they say of damaged ones."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from lightning_lowbit import atomic_files, cli
 from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
+from lightning_lowbit.precision.checkpoints.files import load_shards
 from tests.callbacks.recovery.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
 from tests.cli.run.commands import write_tiny
 from tests.launch import LIMIT
@@ -183,6 +185,15 @@ def test_shards_become_a_file_by_a_command(capsys, monkeypatch, tmp_path):
     assert whole["optimizer_states"] == [shards["optimizer_0"]]
     assert cli.main(["consolidate", "it_whole.ckpt"]) == 2
     assert "it_whole.ckpt is no checkpoint in shards" in capsys.readouterr().err
+    weight = {"weight": torch.ones(3)}
+    assert load_shards(weight, Path("it.ckpt"))["weight"].equal(weight["weight"])
+    for damaged in (next(Path("it.ckpt").glob("*.distcp")), Path("it.ckpt/.metadata"), Path("it.ckpt/meta.pt")):
+        damaged.write_bytes(b"damaged")
+        assert cli.main(["consolidate", "it.ckpt", "--output=again.ckpt"]) == 2, damaged
+        assert re.search("cannot be read|is a text", capsys.readouterr().err), damaged
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_shards(weight, Path("it.ckpt"))
+    assert not list(Path().glob("again*"))
 
 
 def test_a_folder_of_shards_is_refused_where_the_strategy_loads_files(tmp_path):

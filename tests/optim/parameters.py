@@ -1,26 +1,15 @@
 """What the optimizers' tests share: parameters of all shapes, gradients with spikes, and comparison bit for bit."""
 
-import math
-
 import pytest
 import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit.compilation import backend
-from tests.references.stable_spam import step_all
 
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
 
-# fp32 loses some ulps a step; float64 shows what is computed in fp32 where it should not be.
-PLACES = {
-    "fp32, C++": (torch.float32, 1e-5, "C++"),
-    "fp32": (torch.float32, 1e-5, "torch"),
-    "fp64": (torch.float64, 1e-11, "torch"),
-}
-
-everywhere = pytest.mark.parametrize(("dtype", "tolerance", "code"), PLACES.values(), ids=PLACES)
 #: The code that makes a step on a CPU.
 in_cpp_and_in_torch = pytest.mark.parametrize("code", ["C++", "torch"])
 
@@ -59,27 +48,6 @@ def assert_same(left, right, message):
     assert len(left) == len(right), f"{message}: {len(left)} tensors against {len(right)}"
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         assert a.dtype == b.dtype and torch.equal(a, b), f"{message}: tensor {index} differs: {a} {b}"
-
-
-def compare(optimizer, references, steps, tolerance):
-    """Trains both, with a parameter that has no gradient and a skipped step on the way; how many elements were cut."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    cut = 0
-    for step in range(steps):
-        set_gradients(parameters, seed=step)
-        if step == 2:
-            parameters[1].grad = None
-        if step == 3:
-            parameters[-1].grad = torch.full_like(parameters[-1], math.nan)
-        step_all(references, [p.grad for p in parameters])
-        optimizer.step()
-        cut += sum(reference.guard.clipped for reference in references)
-        for p, reference in zip(parameters, references, strict=True):
-            torch.testing.assert_close(
-                p.detach().double(), reference.parameter, rtol=tolerance, atol=tolerance,
-                msg=lambda text, at=(step + 1, tuple(p.shape)): f"step, shape = {at}: {text}",
-            )  # fmt: skip
-    return cut
 
 
 class NoHostSync(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Stable-SPAM and SPAM as they are written: one tensor at a time, float64, moving averages divided by 1 − γᵗ."""
+"""Stable-SPAM as the algorithm is written: one tensor at a time, float64, moving averages divided by 1 − γᵗ."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ class Reference:
     max_norm: float = 1.0
     matrices_only: bool = False
     maximize: bool = False
-    moves: Tensor | None = None  # a mask of the elements that move, with a density below 1
 
     def __post_init__(self):
         self.parameter = self.parameter.detach().double().clone()
@@ -78,8 +77,7 @@ class Reference:
         self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * g * g
         m = self.exp_avg / (1 - self.beta1_product)
         v = self.exp_avg_sq / (1 - beta2**self.k)
-        update = rate * m / (v.sqrt() + self.eps)
-        self.parameter = self.parameter - (update if self.moves is None else update * self.moves)
+        self.parameter = self.parameter - rate * m / (v.sqrt() + self.eps)
 
     def warmth(self):
         """Share of the learning rate: from a hundredth in the step of a reset to all of it, along a cosine."""
@@ -96,9 +94,3 @@ def step_all(references, gradients):
         total_norm = norm_under_grad_clip([reference.guard for reference, _ in given])
         for (reference, _), g in zip(given, clipped, strict=True):
             reference.update(g, total_norm)
-
-
-def spam(parameter, **options):
-    """The reference of SPAM: Stable-SPAM with other rules."""
-    defaults = {"eps": 1e-6, "reset_interval": 500, "warmup_steps": 150}
-    return Reference(parameter, element_clip="spike_clip", norm_clip=None, **defaults | options)

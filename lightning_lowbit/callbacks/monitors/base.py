@@ -108,7 +108,7 @@ class Monitor(LowBitCallback):
 
     A subclass measures in its own hooks, calls :meth:`_keep` and :meth:`_log`, and interprets the numbers in
     ``_judge(step, columns, *context)``. It calls ``super()`` in the hooks that are defined here. Its alerts are part of
-    its state. A report asks for them first, which reads all numbers.
+    its state.
 
     A monitor ends no run. If :meth:`_begin` raises a ``MisconfigurationException``, the run lacks something to measure:
     the monitor warns and stays idle (``_is_idle``).

@@ -237,6 +237,7 @@ class GradientNoiseMonitor(Monitor):
         return {"gradient_noise": {"threshold": self.threshold, "ratios": rows, "alerts": alerts}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
+        self._read()
         blocks: list[Chart | Text] = [Text(f"Not measured: every {self.every_n_steps} steps, in quantized layers.")]
         if self._measurements:
             steps, ratios = (list(column) for column in zip(*self._measurements, strict=True))

@@ -229,6 +229,7 @@ class GradientNormMonitor(Monitor):
         return {"gradient_norm": {"spikes": spikes, "alerts": alerts}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
+        self._read()
         blocks: list[Table | Text] = [Text(f"No gradient norm exceeded {self.spike_factor:g} times its running mean.")]
         if self._spikes:
             caption = f"Norms above {self.spike_factor:g} times their running mean; the last {_MOST_SPIKES}, if more."

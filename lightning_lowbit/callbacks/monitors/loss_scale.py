@@ -160,6 +160,7 @@ class LossScaleMonitor(Monitor):
         self._fell = torch.tensor(fell[-self.falls :])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
+        self._read()
         try:
             counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
         except RuntimeError as error:

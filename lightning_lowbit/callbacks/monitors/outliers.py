@@ -228,6 +228,7 @@ class OutlierMonitor(Monitor):
         return {"outliers": {"step": self._step, "layers": self._rows, "mlps": self._mlp_rows, "alerts": alerts}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
+        self._read()
         at = f"At step {self._step}, the last one that was logged"
         caption = f"{at}; outliers: share of elements beyond {self.k:g} times the rms."
         blocks: list[Table | Text] = [Text("No step with these layers was logged.")]

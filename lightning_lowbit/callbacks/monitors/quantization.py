@@ -227,6 +227,7 @@ class QuantizationMonitor(Monitor):
         }
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
+        self._read()
         at = f"At step {self._step}, the last one that was logged"
         operands = operand_blocks(self._operands, at)
         names = list(dict.fromkeys(name for row in self._rows.values() for name in row))

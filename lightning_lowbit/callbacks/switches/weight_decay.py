@@ -51,6 +51,7 @@ class WeightDecaySwitch(Switch):
             for group, value in zip(optimizer.param_groups, values, strict=False):
                 if value is not None:
                     group.setdefault(_INITIAL, value)
+        self._initial = []  # another run may follow
         _note_new_groups(trainer)
         if not any(group.get(_INITIAL) for group in _groups(trainer)):
             raise MisconfigurationException(

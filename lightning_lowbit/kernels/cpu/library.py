@@ -159,32 +159,29 @@ def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
     compiler, sources = _compiler(), sorted(str(path.resolve()) for path in SOURCE.glob("*.cpp"))
     inform("lightning_lowbit compiles its C++ kernels, once on this machine: this takes some seconds.")
     with being_written(folder / f"{_name()}.so") as partial:
+        for extra in _EXTRAS:
+            command = [*compiler, *FLAGS, *extra, *sources, "-o", partial.name]
+            # The folder's path is one of this process: the compiler starts within the folder.
+            result = subprocess.run(
+                command,
+                cwd=folder,
+                pass_fds=inherited,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=600,
+            )
+            if result.returncode == 0:
+                break
+        else:
+            lines = result.stderr.strip().splitlines()
+            raise RuntimeError(f"{compiler[0]} failed: {[f'status {result.returncode}', *lines][-1]}")
         try:
-            for extra in _EXTRAS:
-                command = [*compiler, *FLAGS, *extra, *sources, "-o", partial.name]
-                # The folder's path is one of this process: the compiler starts within the folder.
-                result = subprocess.run(
-                    command,
-                    cwd=folder,
-                    pass_fds=inherited,
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    timeout=600,
-                )
-                if result.returncode == 0:
-                    break
-            else:
-                lines = result.stderr.strip().splitlines()
-                raise RuntimeError(f"{compiler[0]} failed: {[f'status {result.returncode}', *lines][-1]}")
-            try:
-                kernels = _bound(partial)
-            except OSError as error:
-                raise RuntimeError(f"{compiler[0]} made no library that loads: {error}") from None
-            partial.chmod(0o755)
-            put_in_place(partial, _named(folder, partial.read_bytes()))
-        finally:
-            remove(partial)
+            kernels = _bound(partial)
+        except OSError as error:
+            raise RuntimeError(f"{compiler[0]} made no library that loads: {error}") from None
+        partial.chmod(0o755)
+        put_in_place(partial, _named(folder, partial.read_bytes()))
     return kernels
 
 
@@ -229,12 +226,9 @@ def write_figures(name: str, figures: Mapping[str, float]) -> None:
     with contextlib.suppress(*_NO_FILE):
         file = f"{_name()}-{name}.json"
         with trusted(_folder()) as folder, being_written(folder / file) as partial:
-            try:
-                partial.write_text(json.dumps({field: float(figure) for field, figure in figures.items()}))
-                partial.chmod(0o644)
-                put_in_place(partial, folder / file)
-            finally:
-                remove(partial)
+            partial.write_text(json.dumps({field: float(figure) for field, figure in figures.items()}))
+            partial.chmod(0o644)
+            put_in_place(partial, folder / file)
 
 
 def read_figures(name: str, fields: Sequence[str]) -> dict[str, float] | None:

@@ -10,18 +10,20 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from lightning_lowbit.atomic_files import being_written, put_in_place, remove
+from lightning_lowbit.atomic_files import being_written, put_in_place
 from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.nn.layers.layer import clean_name
@@ -191,37 +193,44 @@ def load_shards(needed: Mapping[str, Any], folder: Path, same_dtype: bool = True
     described = {n: _described(entries[f"{prefix}{n}"]) for n in needed if f"{prefix}{n}" in entries}
     check_tensors({name: needed[name] for name in described}, described, same_dtype)
     shards = {f"{prefix}{name}": torch.empty(t.shape, dtype=t.dtype) for name, t in described.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            load_distributed(shards, storage_reader=reader, no_dist=True)
-    except Exception as error:  # shards that are missing or damaged raise errors of many classes, and torch's own
-        raise ValueError(f"The shards in {folder} cannot be read ({type(error).__name__}). Give another.") from error
+    with _reading(folder):
+        load_distributed(shards, storage_reader=reader, no_dist=True)
     return {name: shards[f"{prefix}{name}"] for name in described}
 
 
 def consolidate(folder: Path, path: Path) -> None:
     """Writes a checkpoint in shards as a file for all strategies; it must fit the memory.
 
-    Shards may hold objects, whose code runs: the folder must be trusted. A ``ValueError`` says that there are none.
+    Shards may hold objects, whose code runs: the folder must be trusted. A ``ValueError`` says that there are none, or
+    that they cannot be read.
     """
     if not (folder / ".metadata").exists():
         raise ValueError(f"{folder} is no checkpoint in shards, which is a folder with a file .metadata.")
+    others = load_checkpoint(folder, weights_only=False)
+    _Reader(folder).read_metadata()  # raises if it is damaged
     with being_written(path) as partial:
-        try:
+        with _reading(folder):
             dcp_to_torch_save(folder, partial)
-            checkpoint = torch.load(partial, map_location="cpu", weights_only=False)
-            if "model" in checkpoint:  # the name under FSDP1
-                checkpoint["state_dict"] = checkpoint.pop("model")
-            numbers = range(sum(re.fullmatch(r"optimizer_\d+", name) is not None for name in checkpoint))
-            states = [checkpoint.pop(f"optimizer_{number}") for number in numbers]
-            # Shards hold nothing that is empty.
-            checkpoint["optimizer_states"] = [{"state": {}} | state for state in states]
-            checkpoint |= torch.load(folder / _META, map_location="cpu", weights_only=False)
-            torch.save(checkpoint, partial)
-            put_in_place(partial, path)
-        finally:
-            remove(partial)
+        checkpoint = torch.load(partial, map_location="cpu", weights_only=False)
+        if "model" in checkpoint:  # the name under FSDP1
+            checkpoint["state_dict"] = checkpoint.pop("model")
+        numbers = range(sum(re.fullmatch(r"optimizer_\d+", name) is not None for name in checkpoint))
+        states = [checkpoint.pop(f"optimizer_{number}") for number in numbers]
+        # Shards hold nothing that is empty.
+        checkpoint["optimizer_states"] = [{"state": {}} | state for state in states]
+        torch.save(checkpoint | others, partial)
+        put_in_place(partial, path)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raises a ``ValueError`` for shards that are missing or damaged, whose errors are of many classes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        raise ValueError(f"The shards in {folder} cannot be read ({type(error).__name__}). Give another.") from error
 
 
 def _described(entry: Any) -> Any:
