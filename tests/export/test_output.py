@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_lowbit import export_checkpoint
 from lightning_lowbit.cli import main
+from lightning_lowbit.export.checkpoint import explain_formats
+from tests.export.originals import trained_model
 from tests.tables import each
 
 pytest.importorskip("gguf")
@@ -109,3 +112,10 @@ def test_without_a_format_those_that_fit_are_listed(trained, capsys):
     assert capsys.readouterr().out.startswith("Formats that hold it: mxfp8")
     assert main(["export", checkpoint, "--format", "mxfp8"]) == 2
     assert "--format mxfp8 needs --output, the folder to make" in capsys.readouterr().err
+
+
+def test_no_format_is_listed_for_layers_that_share_a_weight():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    message = explain_formats(trained_model(model, "nvfp4"))
+    assert message.startswith("No format holds it.") and "also that of another module" in message

@@ -116,6 +116,12 @@ def harness_model(loaded: Loaded, batch_size: int | str = 1, max_length: int | N
     """Wraps a loaded model for the harness (``HFLM``), with the logarithms of probabilities in float32."""
     from lm_eval.models.huggingface import HFLM
 
+    positions = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    if max_length is not None and positions is not None and max_length > positions:
+        raise ValueError(
+            f"--max_length {max_length} is more than the {positions} positions of the model (max_position_embeddings): "
+            "it has learned nothing beyond. Give fewer tokens, or leave it out."
+        )
     logger = logging.getLogger(HFLM.__module__)
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns that the model is loaded already

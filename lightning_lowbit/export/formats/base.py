@@ -117,9 +117,10 @@ class Format:
         try:
             if self.accepts is not None:
                 self.accepts(original)
+            self.check(original)
         except ValueError:
             return False
-        return all(self.obstacle(name, layer) is None for name, layer in original.layers.items())
+        return True
 
     def check(self, original: TrainedModel) -> None:
         """Raises a ``ValueError`` that names the layers that the format cannot hold."""

@@ -99,6 +99,13 @@ def test_options_reach_the_harness(checkpoints, tasks, capsys):
     assert (written["config"]["batch_size"], written["config"]["device"]) == (2, "cpu")
 
 
+def test_requests_longer_than_the_positions_of_a_model_are_refused(checkpoints):
+    model = load(checkpoints["nvfp4"], None, None, torch.device("cpu"))
+    assert harness_model(model, max_length=64).max_length == 64
+    with pytest.raises(ValueError, match="--max_length 65 is more than the 64 positions of the model"):
+        harness_model(model, max_length=65)
+
+
 def test_generation_ends_with_the_tokens_asked_for(checkpoints):
     from lm_eval.api.instance import Instance
 
