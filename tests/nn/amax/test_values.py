@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import convert, quantize
+from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories
-from lightning_lowbit.quant.scales import scales_of
 from tests.golden_vectors import load
 from tests.nn.amax.histories import BY_TENSOR, delayed, filled
 from tests.nn.layers import every, run, spied
@@ -84,12 +83,6 @@ def test_golden_vectors(first):
             for kind, operands in BY_TENSOR.items():
                 in_force, encode, history = by_the_rule(amaxes[kind], cast)
                 message = f"{names[kind]}, step {step}, {cast}, scaled by {in_force}"
-                given = scales_of(in_force, torch.ones(()), cast)
-                assert torch.equal(given, encode) or encode.isnan(), f"{message}: multiplied by {given}, not {encode}"
-                public = quantize(tensors[kind], cast, amax=in_force)
-                finite = bool(tensors[kind].isfinite().all())
-                expected = encode.reciprocal() if finite else torch.tensor(torch.nan)  # its one block holds a NaN
-                np.testing.assert_array_equal(public.scales, expected.view(1, 1), message)
                 elements = (tensors[kind] * encode).clamp(-cast.format.max, cast.format.max).to(cast.format.dtype)
                 elements = torch.where(tensors[kind].isfinite(), elements.float(), torch.nan)
                 for operand in operands:
@@ -97,9 +90,6 @@ def test_golden_vectors(first):
                     assert factor is not None
                     np.testing.assert_array_equal(factor, encode.reciprocal(), f"{operand} of {message}")
                     np.testing.assert_array_equal(seen[operand].values, elements, f"{operand} of {message}")
-                    if finite:
-                        decoded = (seen[operand].values * factor).numpy()
-                        np.testing.assert_array_equal(public.dequantize(), decoded, f"{operand} of {message}, decoded")
                     state[f"{i}/{operand}"] = history
         histories.advance_()
         found = {name: tensor.tolist() for name, tensor in histories.state_dict()["amax_history"].items()}
