@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, Scale
-from lightning_lowbit.nn.core.gemm import matmul, native_obstacle
+from lightning_lowbit.nn.core.gemm import matmul
 from lightning_lowbit.quant import Operand, quantize_operand
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, native, operands
 from tests.tables import each
@@ -143,27 +143,3 @@ def test_one_operand_in_fp8_is_emulated(native_calls, side, other, dtype):
     bias = torch.randn(16).to(dtype)
     assert torch.equal(matmul(*pair, bias, dtype), matmul(*expected, bias, dtype))
     assert not native_calls
-
-
-@each(
-    ("kind", "capability", "hip", "obstacle"),
-    [
-        ("fp8", (8, 6), None, "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 8.6"),
-        ("fp8", (9, 4), "6.4", "Some GPU is AMD's, which has not been tried"),
-        (
-            "int8",
-            (7, 0),
-            None,
-            "int8 GEMMs need an NVIDIA GPU of compute capability 7.5 or more, or a CPU with VNNI; Some GPU has 7.0",
-        ),
-        ("int8", (7, 5), None, None),
-        ("int8", (9, 4), "6.4", "Some GPU is AMD's, which has not been tried"),
-    ],
-)
-def test_gpus(monkeypatch, kind, capability, hip, obstacle):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr("lightning_lowbit.nn.native.devices._trial_obstacle", lambda device, kind: None)
-    found = native_obstacle(torch.device("cuda", 1), kind)
-    assert found is None if obstacle is None else found.endswith(obstacle), found

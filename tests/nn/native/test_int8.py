@@ -70,15 +70,25 @@ def native_calls(monkeypatch):
 @on_int8_units
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_runs_natively(native_calls, name):
+    """And ``backend="native"`` refuses the rest."""
     casts, gemms = LAYERS[name]
     sizes = {"fprop": (8, 64, 48), "dgrad": (8, 48, 64), "wgrad": (48, 8, 64)}
-    layer = layer_like(nn.Linear(64, 48), casts)
-    run(layer, torch.randn(8, 64), torch.randn(8, 48))
+    original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
+    layer = layer_like(original, casts)
+    expected = run(layer, x, g)
     assert native_calls == [sizes[gemm] for gemm in gemms]
     assert layer.native_gemms(CPU) == tuple(gemms)
+    quantizes = [any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm)) for gemm in GEMMS]
+    lacking = [gemm for gemm, some in zip(GEMMS, quantizes, strict=True) if some and gemm not in gemms]
+    if lacking:
+        message = rf"{lacking[0]} of the casts has no native GEMM: those take E4M3 .* or integers, with scales per"
+        with pytest.raises(ValueError, match=message):
+            convert(original, casts, backend="native")
+        assert type(original) is nn.Linear
+    else:
+        identical(run(layer_like(original, casts, backend="native"), x, g), expected, "backend='native'")
+        assert len(native_calls) == 2 * len(gemms)
 
-
-# --- the same numbers -------------------------------------------------------------------------------------------------
 
 # float32 holds whole numbers up to 2^24: sums of 127 · 1 are exact up to an inner size of 132104.
 LONGEST = 2**24 // 127
@@ -172,12 +182,10 @@ def test_under_autocast(native_calls):
 
 
 @on_int8_units
-@pytest.mark.parametrize("recompute", [False, True])
-def test_activation_checkpointing_changes_nothing(native_calls, recompute):
+def test_activation_checkpointing_changes_nothing(native_calls):
     x = torch.randn(16, 32)
-    found = gradients(net("ternary", recompute=recompute)[0], x)
-    assert len(native_calls) == (5 if recompute else 3)
-    identical(found, gradients(net("ternary")[0], x))
+    identical(*(gradients(net("ternary", recompute=recompute)[0], x) for recompute in (True, False)))
+    assert len(native_calls) == 5 + 3
 
 
 @on_int8_units
@@ -189,9 +197,6 @@ def test_a_compiled_layer(native_calls):
     found = run(torch.compile(layer, backend="aot_eager", fullgraph=True), x, g)
     identical(found, expected, "compiled,")
     assert len(native_calls) == 2
-
-
-# --- what is not finite -----------------------------------------------------------------------------------------------
 
 
 # What a bad element [0, 3] of an operand spoils in the result of its GEMM where scales are those of rows.
@@ -239,27 +244,6 @@ def test_what_is_not_finite_shows(native_calls, name, where, bad):
         )
 
 
-# --- where it runs, and what is said of it ----------------------------------------------------------------------------
-
-
-@on_int8_units
-@pytest.mark.parametrize("name", LAYERS)
-def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls, name):
-    casts, gemms = LAYERS[name]
-    original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
-    quantizes = [any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm)) for gemm in GEMMS]
-    lacking = [gemm for gemm, some in zip(GEMMS, quantizes, strict=True) if some and gemm not in gemms]
-    if lacking:
-        message = rf"{lacking[0]} of the casts has no native GEMM: those take E4M3 .* or integers, with scales per"
-        with pytest.raises(ValueError, match=message):
-            convert(original, casts, backend="native")
-        assert type(original) is nn.Linear
-        return
-    found = run(layer_like(original, casts, backend="native"), x, g)
-    assert len(native_calls) == len(gemms)
-    identical(found, run(layer_like(original, casts), x, g), "backend='native'")
-
-
 def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_calls):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     original, x, g, casts = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48), LAYERS["rows"][0]
@@ -277,7 +261,6 @@ def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_ca
 @on_int8_units
 @pytest.mark.parametrize("backend", ["auto", "emulated"])
 def test_flops_and_where_they_run(backend, within):
-    """The table says where; coverage is the same."""
     within(declared("cpu", {"int8", "cpu"}))
     model = nn.Sequential(nn.Linear(33, 24, bias=False), nn.Linear(24, 7))
     convert(model, "ternary", overrides={"1": LinearCasts.preset("int4")}, backend=backend)
