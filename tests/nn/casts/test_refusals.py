@@ -31,19 +31,9 @@ CONTRADICTIONS = {
         "hadamard rotates fprop, but wgrad_x is the operand of the forward pass .*: give wgrad_x a cast of its own",
         {"wgrad_x": INT4},
     ),
-    "reuse of a weight whose GEMM is rotated": (
-        {"fprop_x": INT4, "dgrad_w": "fprop", "hadamard": {"fprop": 16}},
-        "hadamard rotates fprop, but dgrad_w is the operand of the forward pass .* or leave fprop out of hadamard",
-        {"hadamard": {}},
-    ),
     "mean of no cast": (
         {"fprop_w": INT4, "subtract_mean": ["fprop"]},
         "subtract_mean needs an x or g of fprop with a cast: leave fprop out of subtract_mean",
-        {"subtract_mean": []},
-    ),
-    "mean of dgrad in hp": (
-        {"dgrad_w": INT4, "subtract_mean": ["dgrad"]},
-        "subtract_mean needs an x or g of dgrad with a cast: leave dgrad out of subtract_mean",
         {"subtract_mean": []},
     ),
     "mean of what is reused": (
