@@ -32,10 +32,10 @@ def units(request, within):
     return request.param
 
 
-def pair_of(units, casts, tokens=16, inputs=32, outputs=48, **how):
+def pair_of(units, casts, tokens=16, inputs=32, outputs=48):
     """A native layer and its emulation, input and gradient."""
     original = nn.Linear(inputs, outputs)
-    layer, emulated = (layer_like(original, casts, **how, backend=backend) for backend in ("auto", "emulated"))
+    layer, emulated = (layer_like(original, casts, backend=backend) for backend in ("auto", "emulated"))
     assert layer.native_gemms(CPU, dtype=torch.float32) and not emulated.native_gemms(CPU), units
     return layer, emulated, torch.randn(tokens, inputs), torch.randn(tokens, outputs)
 
@@ -110,11 +110,11 @@ def test_delayed_scales_of_two_levels(units):
     *layers, x, g = pair_of(units, casts)
     histories = [AmaxHistories(layer) for layer in layers]
     for factor in (1, 3):
-        found, expected = (run(layer, factor * x, g) for layer in layers)
+        results, expected = (run(layer, factor * x, g) for layer in layers)
         for history in histories:
             history.advance_()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(results[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_activations_as_codes_give_the_same_gradients(units):
