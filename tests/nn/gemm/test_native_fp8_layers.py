@@ -38,15 +38,14 @@ LAYERS = {
 }
 
 
-@pytest.fixture
-def has_native_gemms():
+@pytest.fixture(autouse=True)
+def _has_native_gemms():
     """As if the CPU were a device for FP8."""
     with declared("cpu", {"fp8"}):
         yield
 
 
 @pytest.mark.pairwise
-@pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.parametrize("sizes", [(16, 16, 32), (13, 24, 7), (1, 16, 16), (16, 16, 1), (16, 1, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
@@ -78,7 +77,6 @@ def test_a_native_layer_is_the_emulated_one(native_calls, name, dtype, sizes):
     assert torch.equal(found["auto"]["bias"], found["emulated"]["bias"])
 
 
-@pytest.mark.usefixtures("has_native_gemms")
 @each("name", LAYERS)
 def test_a_native_layer_of_no_tokens(name):
     layer = layer_like(nn.Linear(16, 32), LAYERS[name][0])
@@ -88,7 +86,6 @@ def test_a_native_layer_of_no_tokens(name):
     assert not found["bias"].any()
 
 
-@pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.parametrize("casts", ["fp8-current", "fp8-row"])
 def test_autocast_goes_native(native_calls, casts):
     original, x, g = nn.Linear(16, 32), torch.randn(16, 16), torch.randn(16, 32)
@@ -120,7 +117,6 @@ def test_asking_for_the_hardware_breaks_no_graph(monkeypatch, capability):
     assert compiled(torch.ones(1)).item() == (2 if capability >= (8, 9) else 3)
 
 
-@pytest.mark.usefixtures("has_native_gemms")
 def test_padding_is_no_work_of_the_models():
     tokens, inputs, outputs = 13, 24, 7
     model = nn.Sequential(layer_like(nn.Linear(inputs, outputs), CURRENT))
@@ -131,7 +127,6 @@ def test_padding_is_no_work_of_the_models():
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.fast("row, w reused")
 @pytest.mark.parametrize("casts", ["delayed", "row, w reused"])
 def test_a_compiled_native_layer(native_calls, casts):

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit import convert
+from lightning_lowbit import Cast, Scale, convert
 from lightning_lowbit.nn.layers.native import obstacle_of
 from lightning_lowbit.nn.native import devices
 from lightning_lowbit.nn.native.table import NATIVE
 from tests.nn.native.stand_in import NO_ROWS, OF_GPUS, StandIn
+from tests.operations import Operations
 from tests.tables import each
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -213,6 +214,20 @@ def test_native_where_there_is_none_is_refused():
         expected = r"GEMMs of codes on CPUs need the C\+\+ kernels; 'cpu' is declared"
         with devices.declared("cpu", ()), pytest.raises(ValueError, match=expected):
             layer(torch.randn(4, 32))
+
+
+def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    casts = dict.fromkeys(("fprop_x", "fprop_w"), Cast("int8", Scale("fp32", "row")))
+    layer, x = convert(nn.Linear(64, 48), casts), torch.randn(8, 64)
+    with Operations() as operations:
+        layer(x)
+    assert layer.native_gemms(CPU) == () and not operations.counts["_int_mm"]
+    layer.lowbit.backend = "native"
+    with pytest.raises(ValueError, match="7.5 or more, or a CPU with VNNI; this CPU has none. Use backend='auto' or "):
+        layer(x)
+    for device in ("meta", "mps"):
+        assert str(devices.native_obstacle(torch.device(device), "int8")).endswith(f"the device is '{device}'")
 
 
 def test_codes_are_multiplied_where_that_is_faster(monkeypatch):

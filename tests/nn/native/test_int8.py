@@ -16,7 +16,7 @@ from tests.nn.layers import GEMMS, RESULTS, every, gradients, identical, layer_l
 from tests.tables import each
 
 CPU = torch.device("cpu")
-on_int8_units = pytest.mark.skipif(native_obstacle(CPU, "int8") is not None, reason="this CPU has no int8 units")
+pytestmark = pytest.mark.skipif(native_obstacle(CPU, "int8") is not None, reason="this CPU has no int8 units")
 
 TERNARY = LinearCasts.preset("ternary")
 TOKENS, TENSOR = Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))
@@ -67,7 +67,6 @@ def native_calls(monkeypatch):
         yield calls
 
 
-@on_int8_units
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_runs_natively(native_calls, name):
     """And ``backend="native"`` refuses the rest."""
@@ -108,7 +107,6 @@ def pass_through(casts, sizes, dtype, bias=True, largest=False, **how):
 
 
 @pytest.mark.pairwise
-@on_int8_units
 @pytest.mark.parametrize("largest", [False, True], ids=["", "largest codes"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +127,6 @@ def test_ternary_is_the_exact_emulation_to_the_bit(native_calls, sizes, dtype, b
     identical({n: found[n] for n in names}, {n: emulated[n] for n in names}, "backward pass after the native GEMM:")
 
 
-@on_int8_units
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", [name for name, (_, gemms) in LAYERS.items() if gemms and name != "more than a product"])
 def test_native_gemms_round_once(name, dtype):
@@ -147,7 +144,6 @@ def test_native_gemms_round_once(name, dtype):
         assert (error <= allowed).all(), f"{gemm}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
 
 
-@on_int8_units
 @pytest.mark.parametrize("inner", [133144, 133145])
 def test_sums_that_int32_does_not_hold(inner):
     """Up to which inner size it holds those of 127 · 127; beyond it, there is the emulated GEMM."""
@@ -159,7 +155,6 @@ def test_sums_that_int32_does_not_hold(inner):
 
 
 @pytest.mark.pairwise(1)
-@on_int8_units
 @pytest.mark.parametrize("casts", ["ternary", every(TOKENS)], ids=["ternary", "all six"])
 @pytest.mark.parametrize("sizes", [(0, 33, 7), *product((1, 2, 17), repeat=3)], ids=str)
 def test_of_few_rows(casts, sizes):
@@ -170,7 +165,6 @@ def test_of_few_rows(casts, sizes):
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-5)
 
 
-@on_int8_units
 def test_under_autocast(native_calls):
     original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
     found = run(layer_like(original, "ternary"), x, g, autocast=True)
@@ -181,14 +175,12 @@ def test_under_autocast(native_calls):
         assert torch.equal(found[name].bfloat16(), tensor), f"{name} is another one under autocast"
 
 
-@on_int8_units
 def test_activation_checkpointing_changes_nothing(native_calls):
     x = torch.randn(16, 32)
     identical(*(gradients(net("ternary", recompute=recompute)[0], x) for recompute in (True, False)))
     assert len(native_calls) == 5 + 3
 
 
-@on_int8_units
 @pytest.mark.usefixtures("compiler")
 def test_a_compiled_layer(native_calls):
     layer = layer_like(nn.Linear(33, 7), "ternary")
@@ -212,7 +204,6 @@ SPOILT = {
 
 
 @pytest.mark.pairwise
-@on_int8_units
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "w", "bias", "g"])
 @pytest.mark.parametrize("name", ["ternary", "rows", "all six", "all six, of tensors"])
@@ -244,21 +235,6 @@ def test_what_is_not_finite_shows(native_calls, name, where, bad):
         )
 
 
-def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_calls):
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    original, x, g, casts = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48), LAYERS["rows"][0]
-    layer = layer_like(original, casts)
-    found = run(layer, x, g)
-    assert not native_calls
-    assert layer.native_gemms(CPU) == ()
-    identical(found, run(layer_like(original, casts, backend="emulated"), x, g))
-    with pytest.raises(ValueError, match="7.5 or more, or a CPU with VNNI; this CPU has none. Use backend='auto' or "):
-        layer_like(original, casts, backend="native")(x)
-    for device in ("meta", "mps"):
-        assert str(native_obstacle(torch.device(device), "int8")).endswith(f"the device is '{device}'")
-
-
-@on_int8_units
 @pytest.mark.parametrize("backend", ["auto", "emulated"])
 def test_flops_and_where_they_run(backend, within):
     within(declared("cpu", {"int8", "cpu"}))
@@ -276,7 +252,6 @@ def test_flops_and_where_they_run(backend, within):
     ] * 2
 
 
-@on_int8_units
 @pytest.mark.parametrize(("backend", "wanted"), [("auto", torch.int8), ("emulated", torch.bfloat16)])
 def test_one_byte_per_element_is_kept_for_the_backward_pass(backend, wanted):
     kept = []
