@@ -41,6 +41,8 @@ MOVED = {
     "nn.conversion.grouping": ("nn.conversion.convert",),
     "nn.conversion.layers": ("nn.conversion.inventory", "nn.layers.layer"),
     "nn.conversion.moe": ("nn.conversion.defaults",),
+    "nn.core.derivatives": ("nn.core.inputs",),
+    "nn.core.how": ("nn.core.function",),
     "nn.function": ("nn.core.function",),
     "nn.gemm": ("nn.core.gemm",),
     "nn.keys": ("nn.state.keys", "nn.layers.layer"),

@@ -29,7 +29,6 @@ REASONS = {
     "nn/attention/test_function.py": "small matrices in several tiles; without casts, torch computes",
     "nn/attention/test_multihead.py": "without casts, torch computes",
     "nn/gemm/conftest.py": "native GEMMs are noted, and large ones take minutes on CPUs",
-    "nn/gemm/test_native_fp8.py": "a GPU that is not there can be asked for its name alone",
     "nn/gemm/test_native_fp8_layers.py": "a GPU that is not there can be asked for its name alone",
     "nn/gemm/test_emulated.py": "CPUs with and without instructions for a dtype",
     "nn/linear/test_any_name.py": "the registry of linear layers has no way back",

@@ -1,7 +1,6 @@
-"""Presets, and the grid of FP4 casts: they are what their sources say, come out of YAML as they went in, and train."""
+"""Presets are what their sources say, come out of YAML as they went in, and train."""
 
 import inspect
-import itertools
 import json
 from dataclasses import asdict, fields
 
@@ -10,10 +9,8 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
-from lightning_lowbit.formats import SCALE_FORMATS
+from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, AmaxHistories, LayerKeys, set_phase
-from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from tests.tables import each
 
 # The six operands in order, as casts print, and the rest.
@@ -61,20 +58,15 @@ def test_a_preset_is_what_its_source_says(name):
     operands, hadamard = EXPECTED[name]
     assert [str(getattr(casts, operand)) for operand in OPERANDS] == operands
     assert {gemm: str(setting) for gemm, setting in casts.hadamard.items()} == hadamard
-    assert casts.subtract_mean == ()
-    assert casts.surrogate == {}
-    assert casts.smooth is None
+    assert (casts.subtract_mean, casts.surrogate, casts.smooth) == ((), {}, None)
     assert casts.requantize == (("dgrad_w", "wgrad_x") if name == "quartet2" else ())
 
 
-def test_no_preset_is_missing():
+def test_no_preset_is_missing_and_each_names_its_source():
     assert set(PRESETS) == set(EXPECTED)
-
-
-@each("name", [name for name in PRESETS if name != "bf16"])
-def test_a_preset_names_its_source(name):
-    documented = getattr(PRESETS[name], "func", PRESETS[name])  # of several presets
-    assert "arXiv" in (inspect.getdoc(documented) or ""), f"the docstring of {name} names no paper"
+    for name, preset in PRESETS.items():
+        documented = getattr(preset, "func", preset)  # of several presets
+        assert name == "bf16" or "arXiv" in (inspect.getdoc(documented) or ""), f"{name} names no paper"
 
 
 def written_out(casts):
@@ -106,23 +98,10 @@ def test_a_preset_from_yaml(name):
         assert not any("~" in str(getattr(nearest, operand)) for operand in OPERANDS)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-class Tiny(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(40, 24), nn.Linear(24, 8)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
-def two_steps(casts, phase="fqt", autocast=True, moves=True):
-    """Trains, the second step with the amaxes of the first; yields losses and gradients. With ``moves`` each step
-    changes all weights."""
+def two_steps(casts, phase, autocast):
+    """Trains, the second step with the amaxes of the first; yields losses and gradients."""
     torch.manual_seed(0)
-    model = convert(Tiny(), casts)
+    model = convert(nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8)), casts)
     set_phase(model, phase)
     keys, histories = LayerKeys(model), AmaxHistories(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -140,7 +119,7 @@ def two_steps(casts, phase="fqt", autocast=True, moves=True):
         for (name, p), old in zip(model.named_parameters(), before, strict=True):
             assert p.grad is not None, f"{name} has no gradient"
             yield f"gradient of {name}, step {step}", p.grad
-            assert not (moves and torch.equal(p, old)), f"{name} does not change in step {step}"
+            assert not torch.equal(p, old), f"{name} does not change in step {step}"
 
 
 @pytest.mark.pairwise(1)
@@ -150,20 +129,6 @@ def test_a_preset_trains_in_every_phase(name, phase):
     for autocast in (True, False):
         for what, tensor in two_steps(name, phase, autocast):
             assert tensor.isfinite().all(), f"{name} in phase {phase}: {what} is not finite"
-
-
-@pytest.mark.fast("e4m3")
-@pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "fp32"])
-def test_fp4_with_every_scale(format):
-    """The grid of FP4 All the Way, figure 1, and more: scale formats by block sizes, roundings and levels."""
-    assert len(SCALE_FORMATS) == 10, "a scale format was added"
-    grid = itertools.product((8, 16, 32, 64, 128), SCALE_ROUNDINGS[format], (False, True), ("nearest", "stochastic"))
-    for block, scale_rounding, two_level, rounding in grid:
-        cast = Cast("e2m1", Scale(format, block, scale_rounding, two_level), rounding)
-        # Without a second level small gradients have the scale 0 in formats that begin at 2^-5.
-        moves = two_level or format not in ("e1m6", "e2m5")
-        for what, tensor in two_steps(dict.fromkeys(OPERANDS, cast), moves=moves):
-            assert tensor.isfinite().all(), f"{cast}: {what} is not finite"
 
 
 @pytest.mark.parametrize(("rounding", "bias"), [("nearest", -0.007), ("up", 0.0)])

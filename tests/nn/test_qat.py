@@ -27,9 +27,6 @@ def gemms_of_torch():
         yield
 
 
-# --- by definition ----------------------------------------------------------------------------------------------------
-
-
 def fake_quantize(x, cast, dtype):
     """``code * s`` with groups along the last dimension, in float32 and then in ``dtype``.
 
@@ -94,9 +91,6 @@ def reference(layer, casts, x, g, compute):
     return {**found, "weight": as_matrix(layer, found["weight"])}
 
 
-# --- dense operands: groups -------------------------------------------------------------------------------------------
-
-
 def group(element, size=128, **scale):
     return Cast(element, Scale("fp32", size, **scale), round_to_bfloat16=True)
 
@@ -137,9 +131,6 @@ def test_groups_are_dense_in_the_dtype_of_the_computation(name):
     for operand, (values, factor) in seen.items():
         assert values.dtype == torch.bfloat16, f"{operand} is in {values.dtype}"
         assert factor is None, f"{operand} has a factor"
-
-
-# --- others' ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in golden.cases("bitnet") if name.startswith("layer_")])

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -34,65 +35,71 @@ def converted(casts, save, count=3):
     return convert(Readers(count), casts, save=save)
 
 
+@contextmanager
+def kept(model):
+    """The tensors that autograd keeps beside the parameters, by address."""
+    own, tensors = {parameter.data_ptr() for parameter in model.parameters()}, {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in own:
+            tensors[tensor.data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield tensors
+
+
+def size(tensors):
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
+
+
 def step(model, number=0, run=None):
     """Output and gradients of a training step, and the bytes that autograd keeps beside the parameters."""
     keys, histories = LayerKeys(model, seed=3), AmaxHistories(model)
     keys.fill_(number, 0, 0, torch.device("cpu"))
     histories.recording = True
-    own, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
-
-    def keep(tensor):
-        if tensor.data_ptr() not in own:
-            kept[tensor.data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
-        return tensor
-
     torch.manual_seed(number)
     x = torch.randn(48, 64, requires_grad=True)
     model.zero_grad()
-    with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+    with kept(model) as tensors, torch.autocast("cpu", torch.bfloat16):
         y = (model if run is None else run)(x)
     y.float().square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], sum(size for _, size in kept.values())
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], size(tensors)
 
 
 def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("phase", ["fqt", "qaf", "hp-forward"])
-def test_gradients_of_presets_are_those_of_the_tensors(phase):
+def staged(model):
+    amaxes = [layer.lowbit.amaxes for layer in quantized_layers(model).values()]
+    return [one.staged for one in amaxes if one is not None]
+
+
+@pytest.mark.parametrize("change", ["fqt", "qaf", "hp-forward", 0.5], ids=str)
+def test_gradients_of_presets_are_those_of_the_tensors(change):
+    """And the amaxes of delayed scaling. During annealing the tensors are kept."""
     for name in [name for name in PRESETS if name != "bf16"]:
         models = [converted(name, save) for save in ("inputs", "codes")]
         for model in models:
-            set_phase(model, phase)
+            (set_blend if change == 0.5 else set_phase)(model, change)
         (expected, before), (found, after) = (step(model) for model in models)
         assert same(found, expected), name
-        assert after < before or phase == "qaf", name
+        assert after < before or change in ("qaf", 0.5), name
+        assert same(*map(staged, models)) and bool(staged(model)) == (name == "fp8-delayed")
 
 
 def test_bytes_of_a_layer_are_a_third_of_bf16s_at_most():
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(256, 256, bias=False))
-    x = torch.randn(512, 256)
-
-    def kept(model, save=None):
-        model = copy.deepcopy(model)
+    x, sizes = torch.randn(512, 256), {}
+    for save in (None, "inputs", "codes"):
+        model = nn.Sequential(nn.Linear(256, 256, bias=False))
         if save:
             LayerKeys(convert(model, "nvfp4", save=save), seed=0).fill_(0, 0, 0, torch.device("cpu"))
-        sizes, own = {}, model[0].weight.data_ptr()
-
-        def keep(tensor):
-            if tensor.data_ptr() != own:
-                sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-            held = model(x)
-        assert held.requires_grad
-        return sum(sizes.values())
-
-    assert kept(layer, "codes") <= 0.32 * 512 * 256 * 2 and kept(layer, "inputs") >= 512 * 256 * 2
-    assert kept(layer) >= 512 * 256 * 2
+        with kept(model) as tensors, torch.autocast("cpu", torch.bfloat16):
+            assert model(x).requires_grad
+        sizes[save] = size(tensors)
+    bf16 = 512 * 256 * 2
+    assert sizes["codes"] <= 0.32 * bf16 and sizes["inputs"] >= bf16 and sizes[None] >= bf16
 
 
 def test_many_readers_of_one_tensor_keep_the_tensor():
@@ -123,14 +130,6 @@ def test_compiled_models():
     assert same(found, expected) and after < before
 
 
-def test_annealing_keeps_the_tensors():
-    models = [converted("nvfp4", save) for save in ("inputs", "codes")]
-    for model in models:
-        set_blend(model, 0.5)
-    (expected, _), (found, _) = (step(model) for model in models)
-    assert same(found, expected)
-
-
 @pytest.mark.parametrize("what", ["operand_sums", "gradient_sums"])
 def test_measurements_are_those_of_the_tensors(what):
     sums = []
@@ -143,15 +142,6 @@ def test_measurements_are_those_of_the_tensors(what):
         sums.append(watch.sums)
     torch.testing.assert_close(*sums, rtol=0, atol=0)
     assert sums[0].abs().sum() > 0
-
-
-def test_delayed_scaling_records_the_same_amaxes():
-    found = []
-    for save in ("inputs", "codes"):
-        model = converted("fp8-delayed", save)
-        step(model)
-        found.append(torch.stack([layer.lowbit.amaxes.staged for layer in quantized_layers(model).values()]))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_copies_and_pickles_know_their_own_layers():

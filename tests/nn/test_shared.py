@@ -1,11 +1,10 @@
 """An operand that another GEMM has made already is not quantized a second time, and nobody can tell by the numbers."""
 
-import pytest
 import torch
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.nn import OPERANDS, AmaxHistories
+from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.core import operands
 from tests.nn.layers import every, identical, layer_like, run
 from tests.tables import each
@@ -25,31 +24,6 @@ OWN = {
     "rotated": LinearCasts.preset("fp8-current").replace(hadamard={"dgrad": 16}),
     "means": LinearCasts.preset("fp8-current").replace(subtract_mean=("dgrad",)),
 }
-
-
-def two_steps(casts, **settings):
-    torch.manual_seed(0)
-    layer = layer_like(nn.Linear(40, 24), casts, **settings)
-    histories = AmaxHistories(layer)
-    results = []
-    for scale in (1.0, 2.0):
-        results.append(run(layer, scale * torch.randn(20, 40), torch.randn(20, 24), autocast=True))
-        histories.advance_()
-    return results, histories
-
-
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", SHARING)
-def test_sharing_changes_no_bit(monkeypatch, name, exact):
-    found, histories = two_steps(SHARING[name], exact=exact)
-    monkeypatch.setattr(LinearCasts, "shared", lambda *_: False)
-    expected, expected_histories = two_steps(SHARING[name], exact=exact)
-    for ours, theirs in zip(found, expected, strict=True):
-        identical(ours, theirs, name)
-    state, expected_state = (h.state_dict()["amax_history"] for h in (histories, expected_histories))
-    identical(state, expected_state, f"amax history of {name}")
-    assert len(state) == (6 if name == "fp8-delayed" else 0)
 
 
 @each("name", [*SHARING, *OWN])

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
-from lightning_lowbit.nn import OPERANDS, LayerKeys
+from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.quant import Hadamard
-from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run, spied, value
+from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run
 from tests.tables import each
 
 LOSSLESS = Cast("int8", Scale("fp32", 1))  # each element is the largest of its block
 NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-SATURATING = Cast("e2m1", Scale("e8m0", 32, "floor"))
 TOKENS, IN, OUT = 50, 40, 24
 KEYED = {gemm: Hadamard(16, "keyed") for gemm in GEMMS}
 ALL = tuple(GEMMS)
@@ -36,9 +35,6 @@ def tensors(tokens=TOKENS, mean=0.0):
 
 def error(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
-
-
-# --- what cancels -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pairwise(1)
@@ -80,63 +76,6 @@ def test_splitting_the_mean_off_helps_where_there_is_one(gemm):
         ]
         ratio = errors[0] / errors[1]
         assert low < ratio < high, f"{gemm}, a mean of size {mean}: {ratio:.2f} of the error without"
-
-
-# --- surrogates -------------------------------------------------------------------------------------------------------
-
-
-def test_trust_stops_saturated_weights_only():
-    """A weight far beyond its block's largest level has no gradient, and no other is touched."""
-    original = nn.Linear(32, 4, bias=False)
-    original.weight.data.fill_(1.0)
-    original.weight.data[2, 7] = 1.99  # floor gives the block the scale 1/4, whose levels end at 6/4
-    x, g = torch.randn(5, 32), torch.randn(5, 4)
-    casts = LinearCasts(fprop_w=SATURATING)
-    straight = run(layer_like(original, casts), x, g)["weight"]
-    found = run(layer_like(original, casts.replace(surrogate={"fprop_w": "trust"})), x, g)["weight"]
-    stopped = (found == 0) & (straight != 0)
-    assert stopped.nonzero().tolist() == [[2, 7]]
-    assert torch.equal(found[~stopped], straight[~stopped])
-
-
-# --- keyed signs ------------------------------------------------------------------------------------------------------
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-        self.second.weight = self.first.weight
-
-
-def rotated_operands(layer="first", step=0, rank=0, micro_batch=0, **h):
-    """The operands of one of two equal layers under keys of this step; rounding is deterministic."""
-    torch.manual_seed(0)
-    model = convert(Two(), every(NEAREST, hadamard={gemm: Hadamard(16, **h) for gemm in GEMMS}))
-    LayerKeys(model).fill_(step, micro_batch, rank)
-    with spied() as seen:
-        run(getattr(model, layer), torch.randn(16, 32), torch.randn(16, 32))
-    return {name: value(operand) for name, operand in seen.items()}
-
-
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        ({"layer": "second"}, ()),
-        ({"step": 1}, ()),
-        ({"micro_batch": 1}, ()),
-        ({"rank": 1}, ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w")),  # all ranks quantize a weight alike
-    ],
-    ids=str,
-)
-def test_keyed_signs_are_drawn_anew(change, same):
-    first, again = rotated_operands(signs="keyed"), rotated_operands(signs="keyed")
-    other = rotated_operands(signs="keyed", **change)
-    fixed = [rotated_operands(**changes) for changes in ({}, change)]
-    for name in OPERANDS:
-        assert torch.equal(first[name], again[name]), f"{name}: signs depend on something else than keys"
-        assert torch.equal(first[name], other[name]) == (name in same), f"{name} with {change}"
-        assert torch.equal(fixed[0][name], fixed[1][name]), f"{name}: fixed signs change with {change}"
 
 
 def test_signs_of_the_gemms_differ():

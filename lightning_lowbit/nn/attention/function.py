@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import counted_for
 from lightning_lowbit.kernels.products import decode
-from lightning_lowbit.nn.core.derivatives import first_derivative, mark
+from lightning_lowbit.nn.core.function import How
 from lightning_lowbit.nn.core.gemm import no_autocast
-from lightning_lowbit.nn.core.how import How
+from lightning_lowbit.nn.core.inputs import first_derivative, mark
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass
 from lightning_lowbit.nn.native.operand import values_of
 from lightning_lowbit.quant import Operand
@@ -179,7 +179,7 @@ class Attention(NamedTuple):
 class QuantizedAttention(torch.autograd.Function):
     """Takes q ``[..., queries, d]``, k ``[..., keys, d]`` and v ``[..., keys, e]`` of one dtype, an additive or bool
     mask that broadcasts to ``[..., queries, keys]`` or None, and :class:`Attention`; returns ``[..., queries, e]`` and
-    a :func:`lightning_lowbit.nn.core.derivatives.mark`."""
+    a :func:`lightning_lowbit.nn.core.inputs.mark`."""
 
     @staticmethod
     def forward(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import BACKWARD, PRESETS, LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS
 from lightning_lowbit.quant import Cast, Hadamard, Scale
 
@@ -26,16 +26,8 @@ def _nvfp4_nvidia() -> LinearCasts:
     forward and backward pass use the same values; a Hadamard transform of 16 in wgrad; only gradients round
     stochastically. The paper leaves some layers, mostly the last ones, in bf16: ``skip``."""
     nearest = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-    gradient = replace(nearest, rounding="stochastic")
-    return LinearCasts(
-        fprop_x=nearest,
-        fprop_w=nearest.replace(scale={"block": (16, 16)}),
-        dgrad_g=gradient,
-        dgrad_w="fprop",
-        wgrad_g=gradient,
-        wgrad_x=nearest,
-        hadamard={"wgrad": Hadamard(16)},
-    )
+    tiles = nearest.replace(scale={"block": (16, 16)})
+    return _fully(nearest).replace(fprop_w=tiles, dgrad_w="fprop", wgrad_x=nearest, hadamard={"wgrad": Hadamard(16)})
 
 
 def _nvfp4_4over6() -> LinearCasts:
@@ -58,19 +50,11 @@ def _quartet2() -> LinearCasts:
     """Quartet II (arXiv 2601.22813): NVFP4 with Four Over Six in the forward pass, nearest. The backward pass takes
     gradients and the quantized x and w of the forward pass, rotates them by random Hadamard transforms of 128 and
     quantizes them by MS-EDEN: nearest, with scales that a correction and stochastic rounding make unbiased."""
-    adaptive = Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse"))
     # Block scales below 256 leave room for the correction; the paper's search found 0.93 * 17/16, which clips a little.
     eden = Cast("e2m1", Scale("e4m3", 16, "stochastic", True, top=255.99, factor=0.93 * 17 / 16, correction=128))
-    return LinearCasts(
-        fprop_x=adaptive,
-        fprop_w=adaptive,
-        dgrad_g=eden,
-        dgrad_w=eden,
-        wgrad_g=eden,
-        wgrad_x=eden,
-        hadamard={gemm: Hadamard(128, "keyed") for gemm in ("dgrad", "wgrad")},
-        requantize=("dgrad_w", "wgrad_x"),
-    )
+    hadamard = {gemm: Hadamard(128, "keyed") for gemm in ("dgrad", "wgrad")}
+    backward = dict.fromkeys(BACKWARD, eden)
+    return _nvfp4_4over6().replace(**backward, hadamard=hadamard, requantize=("dgrad_w", "wgrad_x"))
 
 
 def _mxfp4() -> LinearCasts:
@@ -84,13 +68,8 @@ def _mxfp4_rht() -> LinearCasts:
     3/4 so that none saturates, stochastic rounding of both operands, a Hadamard transform of 64 with random signs. The
     forward pass is that of ``mxfp4``; the paper's is in high precision."""
     cast = Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75), "stochastic")
-    return _mxfp4().replace(
-        dgrad_g=cast,
-        dgrad_w=cast,
-        wgrad_g=cast,
-        wgrad_x=cast,
-        hadamard={gemm: Hadamard(64, "keyed") for gemm in ("dgrad", "wgrad")},
-    )
+    hadamard = {gemm: Hadamard(64, "keyed") for gemm in ("dgrad", "wgrad")}
+    return _mxfp4().replace(**dict.fromkeys(BACKWARD, cast), hadamard=hadamard)
 
 
 def _mxfp6() -> LinearCasts:
@@ -122,10 +101,7 @@ def _ufp4() -> LinearCasts:
     """UFP4 (arXiv 2606.20381): the uniform grid of E1M2, whose rounding to nearest does not shrink magnitudes, in the
     blocks of NVFP4; a Hadamard transform of 16 in all GEMMs; only gradients round stochastically."""
     nearest = Cast("e1m2", Scale("e4m3", 16, two_level=True))
-    gradient = replace(nearest, rounding="stochastic")
-    return LinearCasts(
-        nearest, nearest, gradient, nearest, gradient, nearest, hadamard={gemm: Hadamard(16) for gemm in GEMMS}
-    )
+    return _fully(nearest).replace(wgrad_x=nearest, hadamard={gemm: Hadamard(16) for gemm in GEMMS})
 
 
 def _fully(nearest: Cast) -> LinearCasts:

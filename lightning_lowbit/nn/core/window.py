@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.kernels.products import add_patches
-from lightning_lowbit.nn.core.derivatives import refuse_batches
+from lightning_lowbit.nn.core.inputs import refuse_batches
 from lightning_lowbit.quant import Cast
 
 

@@ -29,9 +29,8 @@ from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import OPERANDS, OPERANDS_OF
 from lightning_lowbit.nn.core.calls import keys_of_call
-from lightning_lowbit.nn.core.function import QuantizedGemms
+from lightning_lowbit.nn.core.function import How, QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
-from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.core.operands import Pass
 from lightning_lowbit.nn.core.watch import is_observed

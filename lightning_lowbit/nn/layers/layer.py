@@ -19,9 +19,8 @@ from lightning_lowbit._torch import unsafe_view
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.frozen import Frozen
-from lightning_lowbit.nn.core.function import QuantizedGemms
+from lightning_lowbit.nn.core.function import How, QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
-from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, nested_product, refuse_dtypes, refuse_scripts
 from lightning_lowbit.nn.core.operands import Amaxes, Pass
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards, tensor_parallel
@@ -184,7 +183,7 @@ class QuantizedLayer(NativeGemms):
             x: ``[..., in_features]``; with a ``window`` images ``[N, C, *sizes]``.
             weight: ``[out_features, in_features]``, or the bytes of a ``frozen`` one.
             bias: ``[out_features]`` or None.
-            shards, frozen: see :class:`lightning_lowbit.nn.core.how.How`.
+            shards, frozen: see :class:`lightning_lowbit.nn.core.function.How`.
             window: of a convolution, whose result has a row per position.
             keys: of this call; None for those of a new one.
             number: of one of several products of the call; None for the only one.

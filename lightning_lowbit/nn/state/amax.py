@@ -63,6 +63,7 @@ class AmaxHistories:
         self._gradient_scale: float | Tensor = 1.0  # of the amaxes of output gradients, see `follow_`
         self.renewed: set[str] = set()
         self._rows: list[_Row] = []
+        numbers: list[list[int]] = []  # of newest amaxes from which the one in force is chosen
         channels = 0
         for name, layer in (quantized_layers(model) if isinstance(model, nn.Module) else model).items():
             layer.lowbit.amaxes = None
@@ -72,11 +73,12 @@ class AmaxHistories:
                 place = slice(channels, channels := channels + smoothed)
                 lengths = [casts.delayed[o].scale.history if o in casts.delayed else 0 for o in OPERANDS]
                 self._rows.append(_Row(clean_name(name), layer, place, lengths))
+                newest = {o for o, cast in casts.delayed.items() if cast.scale.algorithm == "most_recent"}
+                numbers.append([1 if o in newest else length for o, length in zip(OPERANDS, lengths, strict=True)])
         size, operands = len(self._rows), len(OPERANDS)
         longest = max([1, *(length for row in self._rows for length in row.lengths)])
         self._history = torch.zeros(size, operands, longest, dtype=torch.float32)  # oldest first
-        used = torch.tensor([[_used(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
-        self._remembered = torch.arange(longest) >= longest - used
+        self._remembered = torch.arange(longest) >= longest - torch.tensor(numbers).view(size, operands, 1)
         self._channels = torch.zeros(channels, dtype=torch.float32)
         # No views of one tensor, which would share its version counter: in a model compiled in pieces the next piece
         # would invalidate a backward pass.
@@ -262,12 +264,6 @@ class AmaxHistories:
 def _in_features(layer: QuantizedLayer) -> int:
     """Returns the input features of the global weight, even if FSDP1 has flattened it."""
     return int(getattr(layer, "in_features", 0) or getattr(layer, "nx", 0) or layer.weight_matrix().shape[-1])
-
-
-def _used(row: _Row, index: int) -> int:
-    """Returns the number of newest amaxes from which the one in force is chosen."""
-    cast = row.layer.full_casts.delayed.get(OPERANDS[index])
-    return 1 if cast is not None and cast.scale.algorithm == "most_recent" else row.lengths[index]
 
 
 _ADVICE = "Give the settings with which it was saved, or start with empty histories: fresh_histories=True."

@@ -1,5 +1,6 @@
 """Casts, tensors of a given amax, models with histories, what those remember."""
 
+import copy
 import math
 
 import torch
@@ -7,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import Cast, Scale, convert
-from lightning_lowbit.nn import AmaxHistories
-from tests.nn.layers import Net, every, gradients, layer_like, run
+from lightning_lowbit.nn import AmaxHistories, LayerKeys
+from tests.nn.layers import Net, every, gradients, identical, layer_like, run
 
 TOKENS, IN, OUT = 32, 48, 16
 BY_TENSOR = {"x": ("fprop_x", "wgrad_x"), "w": ("fprop_w", "dgrad_w"), "g": ("dgrad_g", "wgrad_g")}
@@ -59,10 +60,7 @@ def remembered(histories):
 
 def same_states(found, expected, message=""):
     for kind, tensors in expected.state_dict().items():
-        own = found.state_dict()[kind]
-        assert own.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert torch.equal(own[name], tensor), f"{message} {kind} of {name}: {own[name]}, not {tensor}"
+        identical(found.state_dict()[kind], tensors, f"{message} {kind} of")
 
 
 def trained(casts="fp8-delayed", steps=3, start=0, **kwargs):
@@ -79,6 +77,28 @@ def steps_of(model, histories, steps):
         found.append(gradients(model, filled((16, 32), [2.0, 0.5, 5.0, 1.0, 0.3][step % 5], step)))
         histories.advance_()
     return found
+
+
+def twins(casts, module=None, **settings):
+    """Two equal models with keys, each with its histories."""
+    torch.manual_seed(0)
+    model = convert(Net(**settings) if module is None else module, casts)
+    models = model, copy.deepcopy(model)
+    for one in models:
+        LayerKeys(one).fill_(0)
+    return [(one, AmaxHistories(one)) for one in models]
+
+
+def assert_equal_steps(changed, plain, amaxes=(1.0, 20.0, 0.1)):
+    """Passes of two micro-batches in each step, and histories after it, of two models with histories."""
+    for step, amax in enumerate(amaxes):
+        for micro_batch in range(2):
+            x = filled((16, 32), amax, micro_batch)
+            identical(gradients(changed[0], x), gradients(plain[0], x), f"step {step}")
+        for _, histories in (changed, plain):
+            histories.advance_()
+        same_states(changed[1], plain[1], f"step {step}")
+    assert {len(history) for history in remembered(changed[1]).values()} == {len(amaxes)}
 
 
 class Gated(nn.Module):

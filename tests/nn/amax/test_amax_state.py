@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, QuantizedLayer, smooth_swiglu
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, smooth_swiglu
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from tests.nn.amax.histories import (
     E4M3,
     IN,
@@ -26,7 +27,8 @@ from tests.nn.amax.histories import (
     steps_of,
     trained,
 )
-from tests.nn.layers import Net, every, gradients, identical
+from tests.nn.layers import every, gradients, identical
+from tests.tables import each
 
 
 def test_state_is_plain_tensors():
@@ -61,6 +63,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(casts):
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     resumed, resumed_histories = trained(steps=0, **setup)
+    gradients(resumed, filled((16, 32), 100.0))  # of a step under way, which loading forgets
     resumed.load_state_dict(saved["model"])
     resumed_histories.load_state_dict(saved["lightning_lowbit"])
     found = steps_of(resumed, resumed_histories, range(3, 6))
@@ -78,7 +81,7 @@ def test_smoothed_channels_are_state():
     for micro_batch in range(2):
         model(filled((TOKENS, 16), 2.0, micro_batch)).sum().backward()
     histories.advance_()
-    state = copy.deepcopy(histories.state_dict())
+    state = histories.state_dict()
     assert list(state["channel_amax"]) == ["down_proj"]
     assert torch.equal(state["channel_amax"]["down_proj"], torch.cat(seen).abs().amax(0)), "of another input"
     assert "down_proj/fprop_w" not in state["amax_history"], "the smoothed weight has its own scale"
@@ -96,87 +99,53 @@ def test_smoothed_channels_are_state():
     assert torch.equal(histories.state_dict()["channel_amax"]["down_proj"], state["channel_amax"]["down_proj"])
 
 
-def test_loading_forgets_the_step_under_way():
-    model, histories = trained()
-    state = copy.deepcopy(histories.state_dict())
-    gradients(model, filled((16, 32), 100.0))
-    histories.load_state_dict(state)
-    histories.advance_()
-    for name, tensor in state["amax_history"].items():
-        assert torch.equal(histories.state_dict()["amax_history"][name], tensor), f"{name} holds a step of before"
-
-
-# By case: how the state was saved, who loads it, and what the message says.
-OTHERS = {
-    "shorter": (
-        lambda: trained(),
-        lambda: trained(every(delayed(history=8))),
-        ["amax_history of first/fprop_x has 16 steps", "this run's 8"],
-    ),
-    "one is longer": (
-        lambda: trained(),
-        lambda: trained(overrides={"head": every(E4M3).replace(wgrad_x=delayed(history=17))}),
-        ["amax_history of head/wgrad_x has 16 steps", "this run's 17"],
-    ),
-    "fewer layers": (
-        lambda: trained(skip=["second"]),
-        lambda: trained(),
-        ["missing there", "second/dgrad_g, second/dgrad_w, second/fprop_w, second/fprop_x, second/wgrad_g"],
-    ),
-    "more layers": (lambda: trained(), lambda: trained(skip=["head"]), ["not in this model", "head/fprop_x"]),
-    "other operands": (
-        lambda: trained(LinearCasts(fprop_x=E4M3)),
-        lambda: trained(LinearCasts(fprop_w=E4M3)),
-        ["missing there: first/fprop_w, head/fprop_w, second/fprop_w; not in this model: first/fprop_x"],
-    ),
-    "no delayed scaling": (lambda: trained("fp8-current"), lambda: trained(), ["missing there", "and 12 more"]),
-    "channels missing": (
-        lambda: gated("fp8-current", smooth=None),
-        lambda: gated("fp8-current"),
-        ["channel_amax is that of other layers", "missing there: down_proj"],
-    ),
-    "other channels": (
-        lambda: gated("fp8-current", 32),
-        lambda: gated("fp8-current"),
-        ["channel_amax of down_proj has 32 channels", "this run's 24"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_state_of_something_else_is_refused_whole(case):
-    save, load, words = OTHERS[case]
-    state = save()[1].state_dict()
+@each(
+    ("save", "load", "words"),  # who saved the state, who loads it, and what the message says
+    [
+        (trained, lambda: trained(every(delayed(history=8))), ["of first/fprop_x has 16 steps, and this run's 8"]),
+        (
+            trained,
+            lambda: trained(overrides={"head": every(E4M3).replace(wgrad_x=delayed(history=17))}),
+            ["amax_history of head/wgrad_x has 16 steps, and this run's 17"],
+        ),
+        (
+            lambda: trained(skip=["second"]),
+            trained,
+            ["missing there", "second/dgrad_g, second/dgrad_w, second/fprop_w, second/fprop_x, second/wgrad_g"],
+        ),
+        (trained, lambda: trained(skip=["head"]), ["not in this model", "head/fprop_x"]),
+        (
+            lambda: trained(LinearCasts(fprop_x=E4M3)),
+            lambda: trained(LinearCasts(fprop_w=E4M3)),
+            ["missing there: first/fprop_w, head/fprop_w, second/fprop_w; not in this model: first/fprop_x"],
+        ),
+        (lambda: trained("fp8-current"), trained, ["missing there", "and 12 more"]),
+        (
+            lambda: gated("fp8-current", smooth=None),
+            lambda: gated("fp8-current"),
+            ["channel_amax is that of other layers", "missing there: down_proj"],
+        ),
+        (
+            lambda: gated("fp8-current", 32),
+            lambda: gated("fp8-current"),
+            ["channel_amax of down_proj has 32 channels, and this run's 24"],
+        ),
+    ],
+)
+def test_a_state_of_something_else_is_refused_whole(save, load, words):
     model, histories = load()
-    before = copy.deepcopy(histories.state_dict())
-    in_force = [
-        layer.lowbit.amaxes.in_force.clone()
-        for layer in model.modules()
-        if isinstance(layer, QuantizedLayer) and layer.lowbit.amaxes
-    ]
+    amaxes = [layer.lowbit.amaxes for layer in quantized_layers(model).values() if layer.lowbit.amaxes]
+    before = histories.state_dict(), [one.in_force.clone() for one in amaxes]
     with pytest.raises(ValueError, match="fresh_histories=True") as error:
-        histories.load_state_dict(state)
+        histories.load_state_dict(save()[1].state_dict())
     for part in words:
-        assert part in str(error.value), f"{part!r} is not in {error.value}"
-    for kind, tensors in before.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(histories.state_dict()[kind][name], tensor), f"{kind} of {name} has been changed"
-    after = [
-        layer.lowbit.amaxes.in_force
-        for layer in model.modules()
-        if isinstance(layer, QuantizedLayer) and layer.lowbit.amaxes
-    ]
-    assert all(map(torch.equal, after, in_force))
+        assert part in str(error.value)
+    for kind, tensors in before[0].items():
+        identical(histories.state_dict()[kind], tensors, f"{kind} has been changed:")
+    assert all(map(torch.equal, [one.in_force for one in amaxes], before[1]))
 
 
-def test_the_model_holds_no_state():
-    model, _ = trained()
-    assert list(model.state_dict()) == list(Net().state_dict())
-    assert not list(model.buffers())
-    Net().load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@each("dtype", [torch.bfloat16, torch.float64])
 def test_the_dtype_of_the_model_is_not_that_of_amaxes(dtype):
     model, histories = trained(steps=0)
     model.to(dtype)
@@ -190,7 +159,7 @@ def test_the_dtype_of_the_model_is_not_that_of_amaxes(dtype):
 
 def test_copies_are_independent():
     model, histories = trained()
-    before = copy.deepcopy(histories.state_dict())
+    before = histories.state_dict()["amax_history"]
     twin = copy.deepcopy(model)
     x = filled((16, 32), 50.0)
     fresh = convert(copy.deepcopy(model), "fp8-delayed")
@@ -199,8 +168,7 @@ def test_copies_are_independent():
         found = gradients(twin, x)
     identical(found, gradients(fresh, x), "the copy has not its own amaxes")
     histories.advance_()
-    for name, tensor in before["amax_history"].items():
-        assert torch.equal(histories.state_dict()["amax_history"][name], tensor), f"{name}: the copy staged it"
+    identical(histories.state_dict()["amax_history"], before, "the copy staged it:")
     own = AmaxHistories(twin)
     own.load_state_dict(histories.state_dict())
     found = gradients(twin, x)
@@ -255,8 +223,7 @@ def test_casts_that_the_histories_do_not_know_are_refused(change):
 def test_nothing_to_remember():
     model, _ = trained(steps=1)
     histories = AmaxHistories(convert(model, "fp8-current"))
-    assert not histories
-    assert len(histories) == 0
+    assert not histories and len(histories) == 0
     histories.advance_(lambda tensor: pytest.fail("there is nothing to reduce"))
     assert histories.state_dict() == {"amax_history": {}, "channel_amax": {}, "gradient_scale": {"loss": torch.ones(1)}}
     histories.load_state_dict(histories.state_dict())
@@ -269,10 +236,7 @@ def test_the_first_pass_may_be_in_inference_mode():
     with torch.inference_mode():
         histories.to_(torch.device("meta"))
     assert model.first.lowbit.amaxes.staged.device.type == "meta"
-    held = {
-        name: getattr(model.first.lowbit.amaxes, name) for name in ("in_force", "staged", "channels", "staged_channels")
-    }
-    assert not [name for name, tensor in held.items() if tensor.is_inference()], "cannot be changed any more"
+    assert not any(tensor.is_inference() for tensor in model.first.lowbit.amaxes[:4]), "cannot be changed any more"
     histories.advance_()
 
 

@@ -1,14 +1,12 @@
 """Delayed scaling, step by step: what a pass stages, what is remembered of a step, and what is no step."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, set_phase
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, set_phase
 from tests.nn.amax.histories import (
     BY_TENSOR,
     E4M3,
@@ -16,14 +14,15 @@ from tests.nn.amax.histories import (
     NVFP4,
     OUT,
     TOKENS,
+    assert_equal_steps,
     filled,
     gated,
     one_pass,
     remembered,
-    same_states,
     single,
+    twins,
 )
-from tests.nn.layers import Net, every, gradients, identical, run, spied, value
+from tests.nn.layers import every, identical, run, spied, value
 from tests.optim.parameters import NoHostSync
 from tests.tables import each
 
@@ -59,7 +58,7 @@ def test_evaluation_is_no_step(mode):
     layer, histories = single(every(E4M3))
     one_pass(layer, 3.5)
     histories.advance_()
-    before = copy.deepcopy(histories.state_dict())
+    before = histories.state_dict()
     histories.recording = False
     assert not histories.recording
     with mode(), spied() as seen:
@@ -68,8 +67,7 @@ def test_evaluation_is_no_step(mode):
     if y.requires_grad:
         y.sum().backward()
     histories.advance_()
-    for name, history in histories.state_dict()["amax_history"].items():
-        assert torch.equal(history, before["amax_history"][name]), f"{name}: evaluation was staged"
+    identical(histories.state_dict()["amax_history"], before["amax_history"], "evaluation was staged:")
     histories.recording = True
     with mode():
         layer(filled((TOKENS, IN), 7.0))
@@ -78,7 +76,6 @@ def test_evaluation_is_no_step(mode):
 
 
 def test_a_pass_that_the_step_overtakes_keeps_its_scales():
-    """The backward pass scales by what was in force in its forward pass."""
     found = []
     for overtaken in (False, True):
         layer, histories = single(every(E4M3))
@@ -93,35 +90,13 @@ def test_a_pass_that_the_step_overtakes_keeps_its_scales():
     identical(*found, "overtaken")
 
 
-class Blocks(Net):
-    """:class:`Net` with either kind of recomputation."""
-
-    use_reentrant: bool | None = None
-
-    def forward(self, x):
-        y = self.block(x) if self.use_reentrant is None else checkpoint(self.block, x, use_reentrant=self.use_reentrant)
-        return self.head(x + y)
-
-
 @pytest.mark.parametrize("casts", ["fp8-delayed", NVFP4], ids=["fp8", "nvfp4"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_changes_nothing(use_reentrant, casts):
-    models = []
-    for kind in (None, use_reentrant):
-        torch.manual_seed(0)
-        model = convert(Blocks(), casts)
-        model.use_reentrant = kind
-        LayerKeys(model).fill_(0)
-        models.append((model, AmaxHistories(model)))
-    (plain, expected), (recomputing, histories) = models
-    for step, amax in enumerate((1.0, 7.0, 0.5, 3.0)):
-        for micro_batch in range(2):
-            x = filled((16, 32), amax, micro_batch)
-            identical(gradients(recomputing, x), gradients(plain, x), f"step {step}")
-        histories.advance_()
-        expected.advance_()
-        same_states(histories, expected, f"step {step}")
-    assert len(remembered(histories)["first/fprop_x"]) == 4
+    recomputing, plain = twins(casts)
+    block = recomputing[0].block
+    recomputing[0].block = lambda x: checkpoint(block, x, use_reentrant=use_reentrant)
+    assert_equal_steps(recomputing, plain)
 
 
 def test_a_layer_that_does_not_run_keeps_what_it_has():
@@ -145,16 +120,6 @@ def test_a_phase_leaves_the_histories_of_what_it_does_not_quantize():
         histories.advance_()
     forward = {f"/{name}": [1, 2, 1] for name in OPERANDS[:2]}
     assert remembered(histories) == forward | {f"/{name}": [1, 4, 1] for name in OPERANDS[2:]}
-
-
-def test_a_layer_that_runs_twice_remembers_the_larger():
-    layer, histories = single(every(E4M3), IN, IN)
-    x = filled((TOKENS, IN), 2.0)
-    middle = layer(x)
-    layer(middle).sum().backward()
-    histories.advance_()
-    assert remembered(histories)["/fprop_x"] == [max(2.0, middle.abs().max().item())]
-    assert len(remembered(histories)) == len(OPERANDS)
 
 
 @each("first", [False, True])
@@ -259,9 +224,8 @@ def test_one_collective_per_step():
         assert calls[step].dtype == torch.float32
         if step == 0:
             for kind in ("amax_history", "channel_amax"):
-                for name, tensor in alone.state_dict()[kind].items():
-                    found = histories.state_dict()[kind][name]
-                    assert torch.equal(found, 2 * tensor), f"{kind} of {name}: {found}, not twice {tensor}"
+                twice = {name: 2 * tensor for name, tensor in alone.state_dict()[kind].items()}
+                identical(histories.state_dict()[kind], twice, f"{kind} of")
     assert remembered(histories)["up_proj/fprop_x"] == [2, 4, 8]
     assert model.up_proj.lowbit.amaxes.in_force[0] == 8, "not scaled by what was reduced"
     histories.advance_(as_if_twice_as_large_elsewhere)

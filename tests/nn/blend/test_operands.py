@@ -8,30 +8,24 @@ from transformers.pytorch_utils import Conv1D
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, set_blend
 from lightning_lowbit.quant import rotate, surrogate_factor
 from tests.nn.amax.histories import remembered
-from tests.nn.blend.layers import CASTS, IN, OUT, PLAIN, SATURATING, blended, tensors
+from tests.nn.blend.layers import CASTS, IN, OUT, PLAIN, blended, tensors
 from tests.nn.layers import GEMMS, RESULTS, every, identical, layer_like, run, spied, value
+from tests.nn.named_casts import SATURATING
 from tests.tables import each
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float64", "autocast"])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["bias", "no bias", "Conv1D"])
 @pytest.mark.parametrize("name", PLAIN)
-def test_at_0_it_is_linear_to_the_bit(name, bias, mode):
+def test_at_0_it_is_the_original(name, kind, mode):
+    """A linear layer to the bit; Conv1D's gradients come from GEMMs of other layouts."""
     dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
-    original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
+    original = Conv1D(OUT, IN).to(dtype) if kind == "Conv1D" else nn.Linear(IN, OUT, bias=kind == "bias", dtype=dtype)
     x, g = tensors(dtype)
-    found = run(blended(original, PLAIN[name], 0.0), x, g, mode == "autocast")
-    identical(found, run(original, x, g, mode == "autocast"), f"λ = 0, {name}:")
-
-
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PLAIN)
-def test_at_0_it_is_conv1d(name, dtype):
-    """Whose gradients come from GEMMs of other layouts."""
-    original, (x, g) = Conv1D(OUT, IN).to(dtype), tensors(dtype)
-    found, expected = run(blended(original, PLAIN[name], 0.0), x, g), run(original, x, g)
+    found, expected = (run(one, x, g, mode == "autocast") for one in (blended(original, PLAIN[name], 0.0), original))
+    if kind != "Conv1D":
+        identical(found, expected, f"λ = 0, {name}:")
     for result, tensor in expected.items():
         torch.testing.assert_close(found[result], tensor, msg=lambda text, result=result: f"{result}: {text}")
 
@@ -79,11 +73,16 @@ def test_at_1_operands_are_the_quantized_ones(name, dtype):
 @pytest.mark.parametrize("name", CASTS)
 def test_operands_are_on_their_way(name, dtype, exact):
     """In the space where they are quantized, by the casts and random bits that they have without λ."""
-    casts, original, (x, g) = CASTS[name], nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
+    casts, original, (x, g) = CASTS[name], nn.Linear(IN, OUT, bias=False, dtype=dtype), tensors(dtype)
     seen = {}
-    for blend in (0.0, 0.3, None):
+    for blend in (0.0, None, 0.3):
         with spied() as seen[blend]:
-            run(blended(original, casts, blend, exact=exact), x, g)
+            results = run(blended(original, casts, blend, exact=exact), x, g)
+    if name in PLAIN and not casts.surrogate and not exact:
+        for gemm, (left, right) in GEMMS.items():
+            a, b = seen[0.3][left], seen[0.3][right]
+            a, b = (a.t() if gemm == "wgrad" else a).values, (b.t() if gemm == "fprop" else b).values
+            assert torch.equal(results[RESULTS[gemm]], a @ b), f"{gemm} is another product"
     raw = {"x": x, "w": original.weight.detach(), "g": g}
     for operand in OPERANDS:
         # What is reused is what the forward pass used, which without λ may have been rounded since.
@@ -102,19 +101,6 @@ def test_operands_are_on_their_way(name, dtype, exact):
         error = (found - expected).abs()
         assert (error <= allowed).all(), f"{operand}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
         assert not torch.equal(found, start) and not torch.equal(found, end), f"{operand} does not move"
-
-
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name, casts in PLAIN.items() if not casts.surrogate])
-def test_results_are_the_products_of_the_operands(name, dtype):
-    original, (x, g) = nn.Linear(IN, OUT, bias=False, dtype=dtype), tensors(dtype)
-    with spied() as seen:
-        found = run(blended(original, PLAIN[name], 0.3), x, g)
-    for gemm, (left, right) in GEMMS.items():
-        a, b = seen[left], seen[right]
-        a, b = (a.t() if gemm == "wgrad" else a).values, (b.t() if gemm == "fprop" else b).values
-        assert torch.equal(found[RESULTS[gemm]], a @ b), f"{gemm} is another product"
 
 
 @each("blend", [0.0, 0.3, 0.99, 1.0])
@@ -157,7 +143,6 @@ def test_rotated_surrogates_are_on_their_way(kind):
 
 
 def test_histories_go_on():
-    """λ or not, a step's amaxes are those of the tensors."""
     original, (x, g) = nn.Linear(IN, OUT), tensors()
     found = {}
     for blend in (None, 0.0, 0.3):

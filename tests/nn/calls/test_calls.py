@@ -28,24 +28,6 @@ from tests.nn.calls.repeated_calls import (
 from tests.nn.layers import spied
 from tests.operations import Operations
 
-# --- bits of each call ------------------------------------------------------------------------------------------------
-
-
-def test_the_first_call_has_the_keys_that_were_filled_in():
-    model, keys = recurrent()
-    keys.fill_(5)
-    layer = model.a
-    given = layer.lowbit.keys.clone()
-    passes = []
-    for numbered in (True, False):
-        layer.lowbit.calls = layer.lowbit.calls if numbered else None
-        x = batch()
-        y = layer(x)
-        y.sum().backward()
-        passes.append((y, x.grad))
-    assert torch.equal(layer.lowbit.keys, given)
-    assert all(map(torch.equal, *passes)), "a layer whose calls nobody counts computes otherwise"
-
 
 def test_operands_made_of_data_differ_between_calls_and_weights_do_not():
     model, keys = recurrent({**EVERYTHING, "hadamard": {"wgrad": Hadamard(16, "keyed")}})
@@ -65,11 +47,12 @@ def test_a_backward_pass_has_the_keys_of_its_call():
     """In whatever order. The formula in plain integers: keys decide how a checkpoint continues, and must not change."""
     model, keys = recurrent()
     keys.fill_(5)
+    given = model.a.lowbit.keys.clone()
     xs = [batch() for _ in range(3)]
     ys = [model.a(x) for x in xs]
     for number in (1, 2, 0):
         ys[number].sum().backward()
-    given = model.a.lowbit.keys.clone()
+    assert torch.equal(model.a.lowbit.keys, given)
     for number, x in enumerate(xs):
         digest = hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest() if number else bytes(8)
         of_call = torch.tensor(int.from_bytes(digest, "little", signed=True))
@@ -124,9 +107,6 @@ def test_copies_and_pickles_count_for_themselves():
         assert copied.lowbit.calls is not model.a.lowbit.calls
         assert copied(batch()).shape == (8, SIZE)
     assert keys._calls.number(model.a) == 1, "a call of a copy was counted"
-
-
-# --- recomputation ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pairwise

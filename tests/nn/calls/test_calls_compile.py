@@ -22,8 +22,6 @@ from tests.nn.calls.repeated_calls import (
     reentrant,
 )
 
-# --- compiled ---------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.fast("non_reentrant")
 @pytest.mark.parametrize("inner", [plain, non_reentrant])
@@ -69,9 +67,6 @@ def test_compiled_blocks_share_a_graph(compiler):
     for block in blocks:
         block._compiled_call_impl = None
     assert_equal(gradients(blocks, keys, forward), found, "not compiled", is_reordered=True)
-
-
-# --- sharded ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

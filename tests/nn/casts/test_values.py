@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import yaml
@@ -20,144 +20,101 @@ def test_operands_are_the_first_fields():
     assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth", "requantize")
 
 
-def test_bf16_quantizes_nothing():
-    assert LinearCasts.preset("bf16") == LinearCasts() == LinearCasts(**dict.fromkeys(OPERANDS))
-
-
-def test_of_takes_casts_as_they_are():
+def test_of_starts_from_high_precision_or_takes_casts_as_they_are():
+    assert LinearCasts.preset("bf16") == LinearCasts() == LinearCasts(**dict.fromkeys(OPERANDS)) == LinearCasts.of({})
+    assert LinearCasts.of({"wgrad_g": {"element": "int4"}}) == LinearCasts(wgrad_g=Cast("int4"))
     assert LinearCasts.of(SIX) is SIX
 
 
-LONG = Scale("fp32", "tensor", source="delayed", history=1024)
-NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
+NVFP4, NVIDIA, BF16 = map(LinearCasts.preset, ("nvfp4", "nvfp4-nvidia", "bf16"))
+CURRENT, DELAYED_FP8 = LinearCasts.preset("fp8-current"), LinearCasts.preset("fp8-delayed")
+NEAREST_X = NVFP4.wgrad_x.replace(rounding="nearest")
+
+
+def changed(preset, operands=OPERANDS, **fields):
+    """The casts of a preset with other fields."""
+    return {operand: getattr(preset, operand).replace(**fields) for operand in operands}
 
 
 @each(
-    ("given", "expected"),
+    ("preset", "changes", "fields"),
     [
         # one operand: the fields that are named, of the scale too
-        ({"wgrad_x": {"rounding": "nearest"}}, NVFP4.with_rounding({"wgrad_x": "nearest"})),
+        (NVFP4, {"wgrad_x": {"rounding": "nearest"}}, {"wgrad_x": NEAREST_X}),
         (
+            NVFP4,
             {"wgrad_g": {"scale": {"block": 32}}},
-            NVFP4.replace(wgrad_g=Cast("e2m1", Scale("e4m3", 32, two_level=True), "stochastic")),
+            {"wgrad_g": Cast("e2m1", Scale("e4m3", 32, two_level=True), "stochastic")},
         ),
         (
+            NVFP4,
             {"wgrad_g": {"scale": Scale("e5m2", 32)}},
-            NVFP4.replace(wgrad_g=Cast("e2m1", Scale("e5m2", 32), "stochastic")),
+            {"wgrad_g": Cast("e2m1", Scale("e5m2", 32), "stochastic")},
         ),
-        ({"wgrad_g": Cast("int4")}, NVFP4.replace(wgrad_g=Cast("int4"))),
-        ({"wgrad_g": {}}, NVFP4),
+        (NVFP4, {"wgrad_g": Cast("int4")}, {"wgrad_g": Cast("int4")}),
+        (NVFP4, {"wgrad_g": {}}, {}),
         # where there is no cast to change, fields make one
-        ({"preset": "nvfp4-nvidia", "dgrad_w": {"element": "int4"}}, NVIDIA.replace(dgrad_w=Cast("int4"))),
-        ({"preset": "bf16", "dgrad_w": {"element": "int4"}}, LinearCasts(dgrad_w=Cast("int4"))),
+        (NVIDIA, {"dgrad_w": {"element": "int4"}}, {"dgrad_w": Cast("int4")}),
+        (BF16, {"dgrad_w": {"element": "int4"}}, {"dgrad_w": Cast("int4")}),
         # every cast that there is, then single ones
+        (NVFP4, {"every": {"element": "e1m2"}}, changed(NVFP4, element="e1m2")),
         (
-            {"every": {"element": "e1m2"}},
-            NVFP4.replace(**{n: replace(getattr(NVFP4, n), element="e1m2") for n in OPERANDS}),
-        ),
-        (
+            NVFP4,
             {"every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}, "fprop_w": None},
-            NVFP4.replace(
-                **{n: getattr(NVFP4, n).replace(scale={"block": 32}) for n in OPERANDS if n != "fprop_w"}, fprop_w=None
-            ).with_rounding({"wgrad_x": "nearest"}),
+            changed(NVFP4, scale={"block": 32}) | {"wgrad_x": NEAREST_X.replace(scale={"block": 32}), "fprop_w": None},
         ),
+        (NVIDIA, {"every": {"rounding": "nearest"}}, changed(NVIDIA, ("dgrad_g", "wgrad_g"), rounding="nearest")),
+        (NVFP4, {"every": {}}, {}),
         (
-            {"preset": "nvfp4-nvidia", "every": {"rounding": "nearest"}},
-            NVIDIA.with_rounding({"dgrad_g": "nearest", "wgrad_g": "nearest"}),
+            DELAYED_FP8,
+            {"every": {"scale": {"history": 1024}}, "wgrad_g": {"scale": {"margin": 2}}},
+            changed(DELAYED_FP8, scale={"history": 1024})
+            | changed(DELAYED_FP8, ["wgrad_g"], scale={"history": 1024, "margin": 2}),
         ),
-        ({"every": {}}, NVFP4),
         # the rest of the fields is given whole
-        ({"preset": "nvfp4-nvidia", "hadamard": {}}, NVIDIA),
-        ({"preset": "nvfp4-nvidia", "hadamard": None}, NVIDIA.replace(hadamard={})),
-        ({"preset": "nvfp4-nvidia", "hadamard": {"wgrad": None}}, NVIDIA.replace(hadamard={})),
+        (NVIDIA, {"hadamard": {}}, {}),
+        (NVIDIA, {"hadamard": None}, {"hadamard": {}}),
+        (NVIDIA, {"hadamard": {"wgrad": None}}, {"hadamard": {}}),
+        (NVIDIA, {"hadamard": {"wgrad": {"signs": "keyed"}}}, {"hadamard": {"wgrad": Hadamard(16, "keyed")}}),
+        (NVIDIA, {"hadamard": {"wgrad": 64}}, {"hadamard": {"wgrad": 64}}),
         (
-            {"preset": "nvfp4-nvidia", "hadamard": {"wgrad": {"signs": "keyed"}}},
-            NVIDIA.replace(hadamard={"wgrad": Hadamard(16, "keyed")}),
+            NVIDIA,
+            {"hadamard": {"dgrad": 32}, "dgrad_w": None},
+            {"hadamard": {"dgrad": 32, "wgrad": 16}, "dgrad_w": None},
         ),
-        ({"preset": "nvfp4-nvidia", "hadamard": {"wgrad": 64}}, NVIDIA.replace(hadamard={"wgrad": 64})),
-        (
-            {"preset": "nvfp4-nvidia", "hadamard": {"dgrad": 32}, "dgrad_w": None},
-            NVIDIA.replace(hadamard={"dgrad": 32, "wgrad": 16}, dgrad_w=None),
-        ),
-        ({"subtract_mean": ["wgrad"]}, NVFP4.replace(subtract_mean=("wgrad",))),
-        ({"surrogate": {"fprop_w": "dge"}}, NVFP4.replace(surrogate={"fprop_w": "dge"})),
-        ({"smooth": "token"}, NVFP4.replace(smooth="token")),
-        ({"preset": "fp8-current", "smooth": None}, LinearCasts.preset("fp8-current")),
-        (
-            {"preset": "fp8-delayed", "every": {"scale": {"history": 1024}}, "wgrad_g": {"scale": {"margin": 2}}},
-            LinearCasts(*(Cast("e5m2" if n[-1] == "g" else "e4m3", LONG) for n in OPERANDS)).replace(
-                wgrad_g=Cast("e5m2", replace(LONG, margin=2))
-            ),
-        ),
+        (NVFP4, {"subtract_mean": ["wgrad"]}, {"subtract_mean": ("wgrad",)}),
+        (NVFP4, {"surrogate": {"fprop_w": "dge"}}, {"surrogate": {"fprop_w": "dge"}}),
+        (NVFP4, {"smooth": "token"}, {"smooth": "token"}),
+        (CURRENT, {"smooth": None}, {}),
     ],
 )
-def test_of_changes_what_it_names(given, expected):
-    given = {"preset": "nvfp4", **given}
+def test_of_changes_what_it_names(preset, changes, fields):
+    given = {"preset": str(preset), **changes}
     before = copy.deepcopy(given)
-    assert LinearCasts.of(given) == expected
+    assert LinearCasts.of(given) == preset.replace(**fields)
     assert given == before, "the mapping that was given was changed"
 
 
-def test_of_mapping_without_preset_starts_from_high_precision():
-    assert LinearCasts.of({"wgrad_g": {"element": "int4"}}) == LinearCasts(wgrad_g=Cast("int4"))
-    assert LinearCasts.of({}) == LinearCasts()
-
-
-YAML_FIELDS = """
-fprop_x: {element: e2m1, scale: {format: e4m3, block: 16, two_level: true}}
-fprop_w: {element: int4, scale: {format: e5m2, block: [16, 16], rounding: up}}
-dgrad_g: {element: e1m2, rounding: stochastic}
-dgrad_w: fprop
-wgrad_g: null
-wgrad_x: fprop
-subtract_mean: [dgrad]
-surrogate: {fprop_w: dge}
-"""
-
-YAML_ROTATED = """
-preset: nvfp4
-hadamard: {dgrad: 32, wgrad: {size: 64, signs: keyed}}
-every: {scale: {format: e8m0, rounding: rceil, two_level: false}}
-"""
-
-YAML_DELAYED = """
-fprop_x: {element: e4m3, scale: {format: fp32, block: tensor, margin: 1, source: delayed, history: 4,
-          algorithm: most_recent}}
-smooth: token
-"""
-
-
-@each(
-    ("text", "expected"),
-    [
-        ("nvfp4", LinearCasts.preset("nvfp4")),
-        ("{preset: nvfp4, dgrad_w: fprop}", LinearCasts.preset("nvfp4").replace(dgrad_w="fprop")),
-        ("{preset: nvfp4, dgrad_g: null}", LinearCasts.preset("nvfp4").replace(dgrad_g=None)),
-        (
-            YAML_FIELDS,
-            LinearCasts(
-                fprop_x=NEAREST,
-                fprop_w=Cast("int4", Scale("e5m2", (16, 16), "up")),
-                dgrad_g=Cast("e1m2", rounding="stochastic"),
-                dgrad_w="fprop",
-                wgrad_g=None,
-                wgrad_x="fprop",
-                subtract_mean=("dgrad",),
-                surrogate={"fprop_w": "dge"},
-            ),
-        ),
-        (
-            YAML_ROTATED,
-            LinearCasts(
-                *(Cast("e2m1", Scale("e8m0", 16), getattr(NVFP4, operand).rounding) for operand in OPERANDS),
-                hadamard={"dgrad": Hadamard(32), "wgrad": Hadamard(64, "keyed")},
-            ),
-        ),
-        (YAML_DELAYED, LinearCasts(fprop_x=DELAYED, smooth="token")),
-    ],
-)
-def test_yaml(text, expected):
-    assert LinearCasts.of(yaml.safe_load(text)) == expected
+def test_yaml():
+    text = """
+        fprop_x: {element: e2m1, scale: {format: e4m3, block: 16, two_level: true}}
+        fprop_w: {element: int4, scale: {format: e5m2, block: [16, 16], rounding: up}}
+        dgrad_g: {element: e1m2, rounding: stochastic}
+        dgrad_w: fprop
+        wgrad_g: null
+        wgrad_x: fprop
+        subtract_mean: [dgrad]
+        surrogate: {fprop_w: dge}
+    """
+    assert LinearCasts.of(yaml.safe_load(text)) == LinearCasts(
+        fprop_x=NEAREST,
+        fprop_w=Cast("int4", Scale("e5m2", (16, 16), "up")),
+        dgrad_g=Cast("e1m2", rounding="stochastic"),
+        dgrad_w="fprop",
+        wgrad_x="fprop",
+        subtract_mean=("dgrad",),
+        surrogate={"fprop_w": "dge"},
+    )
 
 
 @each("operand", OPERANDS)
@@ -230,7 +187,7 @@ def test_str():
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         lambda settings: settings.__setitem__("wgrad", None),

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, Scale
-from lightning_lowbit.nn.core.gemm import matmul, native_obstacle
+from lightning_lowbit.nn.core.gemm import matmul
 from lightning_lowbit.quant import Operand, quantize_operand
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, native, operands
 from tests.tables import each
 
 PAIRS_OF_ELEMENTS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
 PAIRS_OF_BLOCKS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor")]
+SHAPES = [(16, 16, 16), (5, 20, 7), (1, 32, 16), (33, 15, 1), (1, 1, 1), (3, 48, 17)]
+SHAPES += [(0, 16, 16), (0, 20, 7), (16, 16, 0), (5, 0, 7), (16, 0, 16), (0, 0, 0)]
 BIASES = {"": lambda n, dtype: None, "bias": lambda n, dtype: torch.randn(n).to(dtype)}
 BIASES["with a mean"] = lambda n, dtype: torch.randn(1, n)  # float32
 
@@ -26,15 +28,16 @@ def native_pair(elements, blocks, shape=(16, 16, 16), dtype=torch.float32):
 @pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
 @pytest.mark.parametrize("elements", PAIRS_OF_ELEMENTS, ids=lambda pair: " x ".join(pair))
 def test_native_against_float64(native_calls, elements, blocks, dtype, bias):
-    """For sizes that are multiples of 16 and others; a result that is rounded once."""
-    for fast, shape in enumerate([(16, 16, 16), (5, 20, 7), (1, 32, 16), (33, 15, 1), (1, 1, 1), (3, 48, 17)]):
+    """For sizes that are multiples of 16, others, and none; a result that is rounded once."""
+    for fast, shape in enumerate(SHAPES):
         a, b = native_pair(elements, blocks, shape)
         offset = BIASES[bias](shape[2], dtype)
         found = matmul(a, b, offset, dtype, fast_accumulation=bool(fast % 2))
         assert found.shape == (shape[0], shape[2])
         assert found.is_contiguous(), f"{shape}: strides {found.stride()}"
-        assert len(native_calls) == fast + 1, "not the native GEMM"
-        assert native_calls[-1]["use_fast_accum"] == bool(fast % 2)
+        if 0 not in shape:
+            assert len(native_calls) == fast + 1, "not the native GEMM"
+            assert native_calls[-1]["use_fast_accum"] == bool(fast % 2)
         check(found, a, b, offset, dtype, ulps=0.5, scaled_before_rounding=True)
 
 
@@ -65,19 +68,6 @@ def test_native_is_the_emulated_gemm(blocks, dtype):
             for e in (torch.float8_e4m3fn, None)
         )
         assert torch.equal(found, expected), f"off by {(found - expected).abs().max()}"
-
-
-@each("shape", [(0, 16, 16), (0, 20, 7), (16, 16, 0), (5, 0, 7), (16, 0, 16), (0, 0, 0)])
-@each("blocks", PAIRS_OF_BLOCKS)
-def test_native_of_nothing(shape, blocks):
-    a, b = native_pair(("e4m3", "e5m2"), blocks, shape)
-    for dtype in (torch.bfloat16, torch.float32):
-        for bias in BIASES.values():
-            offset = bias(shape[2], dtype)
-            found = matmul(a, b, offset, dtype)
-            expected = torch.zeros(shape[0], shape[2]) + (0 if offset is None else offset.float())
-            assert found.dtype == dtype
-            assert torch.equal(found, expected.to(dtype)), f"{shape}, {dtype}: {found}"
 
 
 @each("dtype", [torch.bfloat16, torch.float32])
@@ -143,27 +133,3 @@ def test_one_operand_in_fp8_is_emulated(native_calls, side, other, dtype):
     bias = torch.randn(16).to(dtype)
     assert torch.equal(matmul(*pair, bias, dtype), matmul(*expected, bias, dtype))
     assert not native_calls
-
-
-@each(
-    ("kind", "capability", "hip", "obstacle"),
-    [
-        ("fp8", (8, 6), None, "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 8.6"),
-        ("fp8", (9, 4), "6.4", "Some GPU is AMD's, which has not been tried"),
-        (
-            "int8",
-            (7, 0),
-            None,
-            "int8 GEMMs need an NVIDIA GPU of compute capability 7.5 or more, or a CPU with VNNI; Some GPU has 7.0",
-        ),
-        ("int8", (7, 5), None, None),
-        ("int8", (9, 4), "6.4", "Some GPU is AMD's, which has not been tried"),
-    ],
-)
-def test_gpus(monkeypatch, kind, capability, hip, obstacle):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr("lightning_lowbit.nn.native.devices._trial_obstacle", lambda device, kind: None)
-    found = native_obstacle(torch.device("cuda", 1), kind)
-    assert found is None if obstacle is None else found.endswith(obstacle), found

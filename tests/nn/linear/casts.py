@@ -2,6 +2,7 @@
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.quant import Hadamard
+from tests.nn.layers import every
 from tests.nn.named_casts import FP8_TENSORS, INT8_ROWS, SATURATING, STOCHASTIC, TWO_LEVEL
 
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
@@ -31,4 +32,16 @@ EVERYTHING = {
         subtract_mean=("fprop", "dgrad"),
     ),
     "wide and hp": LinearCasts(fprop_w=Cast("int8", Scale("e5m2", 32)), wgrad_g=Cast("int8", Scale("e5m2", 32))),
+}
+
+_DELAYED = {"source": "delayed", "two_level": True}
+OF_FORMER_STEPS = {
+    "delayed tiles": every(Cast("e2m1", Scale("e4m3", (16, 16), history=3, **_DELAYED))),
+    "delayed rows": every(Cast("int4", Scale("e4m3", "row", **_DELAYED))),
+    "delayed 4/6": every(Cast("e2m1", Scale("e4m3", 16, four_over_six="mse", **_DELAYED))),
+    "delayed mx": every(Cast("e4m3", Scale("e8m0", 32, algorithm="most_recent", **_DELAYED))),
+    "delayed e8m0": every(Cast("e4m3", Scale("e8m0", "tensor", source="delayed"))),
+    "delayed powers of two": every(Cast("e4m3", Scale("fp32", "tensor", "power_of_two", source="delayed", margin=2))),
+    "delayed integers": every(Cast("int8", Scale("fp32", "tensor", source="delayed", margin=1), "stochastic")),
+    "delayed ternary": every(Cast("ternary", Scale("fp32", "tensor", source="delayed"))),
 }

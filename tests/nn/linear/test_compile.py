@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn import AmaxHistories, set_phase
+from lightning_lowbit.nn import AmaxHistories, set_blend, set_phase
 from tests.nn.layers import gradients, identical, layer_like, net
 from tests.nn.linear.casts import EVERYTHING, IN, OUT
 
@@ -13,11 +13,16 @@ from tests.nn.linear.casts import EVERYTHING, IN, OUT
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "casts, autocast", [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])]
+    ("casts", "autocast", "blend"),
+    [
+        *((name, number % 2 == 0, None) for number, name in enumerate(["nvfp4", *EVERYTHING])),
+        *(("ternary", autocast, 0.3) for autocast in (False, True)),
+    ],
 )
-def test_torch_compile_gives_the_same_bits(casts, autocast):
+def test_torch_compile_gives_the_same_bits(casts, autocast, blend):
     x = torch.randn(16, 32)
     model, keys = net(EVERYTHING.get(casts, casts))
+    set_blend(model, blend)
     compiled = torch.compile(model, fullgraph=True)
     for step in (1, 2):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

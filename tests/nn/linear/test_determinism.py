@@ -8,22 +8,23 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn import set_phase
+from lightning_lowbit.nn import set_blend, set_phase
 from tests.nn.layers import Net, gradients, identical, layer_like, net, run, spied
 from tests.nn.linear.casts import EVERYTHING, IN, ONE_LEVEL, OUT, TOKENS
 from tests.nn.named_casts import STOCHASTIC
 from tests.tables import each
 
 
-@each("casts", ["nvfp4", *EVERYTHING])
+@each("blend", [None, 0.3])
+@each("casts", ["nvfp4", "ternary", "int4", "nvfp4-nvidia", *EVERYTHING])
 @each("dropout", [0.0, 0.3])
-def test_activation_checkpointing_changes_nothing(dropout, casts):
-    x = torch.randn(16, 32)
-    found, expected = (
-        gradients(net(EVERYTHING.get(casts, casts), dropout=dropout, recompute=recompute)[0], x)
-        for recompute in (True, False)
-    )
-    identical(found, expected, "with checkpointing")
+def test_activation_checkpointing_changes_nothing(dropout, casts, blend):
+    x, results = torch.randn(16, 32), []
+    for recompute in (True, False):
+        model, _ = net(EVERYTHING.get(casts, casts), dropout=dropout, recompute=recompute)
+        set_blend(model, blend)
+        results.append(gradients(model, x))
+    identical(*results, "with checkpointing")
 
 
 def test_repeated_runs_are_equal_and_steps_are_not():

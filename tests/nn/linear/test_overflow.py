@@ -5,35 +5,16 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, Scale
-from tests.nn.layers import GEMMS, every, layer_like, remember, run
+from tests.nn.layers import every, layer_like, remember, run
 from tests.nn.linear.casts import IN, OUT, TOKENS
-from tests.nn.named_casts import (
-    ALL_MEANS,
-    DELAYED,
-    FP8_TENSORS,
-    INT8_ROWS,
-    REMEMBERED,
-    SATURATING,
-    STOCHASTIC,
-    TWO_LEVEL,
+from tests.nn.named_casts import CASTS, REMEMBERED
+
+NAMED = (
+    *("nvfp4", "all stochastic", "mean and hadamard", "rows", "rows, hadamard and mean", "tensors", "surrogates"),
+    *("fp8-delayed", "delayed, two levels", "delayed, reused", "channels", "tokens, delayed"),
 )
-
-TRANSFORMED = {"hadamard": dict.fromkeys(GEMMS, 16), "subtract_mean": ALL_MEANS}
-
-OVERFLOW = {
-    **{str(cast): every(cast) for cast in (STOCHASTIC, TWO_LEVEL)},
-    **{name: every(Cast(name, Scale("e4m3", 16))) for name in ("int4", "ternary")},
-    "rows": INT8_ROWS,
-    "tensors": FP8_TENSORS,
-    "transformed": every(STOCHASTIC, **TRANSFORMED),
-    "transformed rows": every(INT8_ROWS.fprop_x, **TRANSFORMED),
-    "surrogates": every(SATURATING, surrogate={"fprop_x": "dge", "fprop_w": "trust"}),
-    "delayed": DELAYED,
-    "delayed blocks": every(Cast("e2m1", Scale("e4m3", 16, two_level=True, source="delayed"))),
-    "delayed, reused": DELAYED.replace(dgrad_w="fprop", wgrad_x="fprop"),
-    "channels": FP8_TENSORS.replace(smooth="channel"),
-    "tokens": DELAYED.replace(smooth="token"),
-}
+OVERFLOW = {name: CASTS[name] for name in NAMED}
+OVERFLOW |= {name: every(Cast(name, Scale("e4m3", 16))) for name in ("int4", "ternary")}
 
 
 @pytest.mark.pairwise(1)

@@ -40,34 +40,23 @@ def test_without_casts_frozen(frozen, autocast):
     assert {n for n, t in quantized.items() if t is None} == {n for n, t in expected.items() if t is None}
 
 
-def test_without_casts_float64_under_autocast():
-    """Autocast leaves float64 alone."""
-    original = nn.Linear(IN, OUT, dtype=torch.float64)
-    x, g = torch.randn(TOKENS, IN, dtype=torch.float64), torch.randn(TOKENS, OUT, dtype=torch.float64)
-    identical(run(layer_like(original, "bf16"), x, g, True), run(original, x, g, True))
+FLOAT64 = {"dtype": torch.float64}
+SQUARE = nn.Linear(IN, IN)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_without_casts_used_twice(autocast):
-    """The gradients of both uses add up in the dtype in which they add up in nn.Linear."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(IN, IN)
-
-        def forward(self, x):
-            return self.layer(self.layer(x))
-
-    original = Twice()
-    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+@each(
+    ("original", "x", "g", "autocast"),
+    [
+        # Autocast leaves float64 alone.
+        (nn.Linear(IN, OUT, **FLOAT64), torch.randn(TOKENS, IN, **FLOAT64), torch.randn(TOKENS, OUT, **FLOAT64), True),
+        # The gradients of both uses add up in the dtype in which they add up in nn.Linear.
+        *((nn.Sequential(SQUARE, SQUARE), *torch.randn(2, TOKENS, IN), autocast) for autocast in (False, True)),
+        # Not contiguous
+        (nn.Linear(IN, OUT), *(torch.randn(size, 6, 5).permute(1, 2, 0) for size in (IN, OUT)), False),
+    ],
+)
+def test_without_casts_in_other_situations(original, x, g, autocast):
     identical(run(layer_like(original, "bf16"), x, g, autocast), run(original, x, g, autocast))
-
-
-def test_without_casts_non_contiguous():
-    original = nn.Linear(IN, OUT)
-    x, g = torch.randn(IN, 6, 5).permute(1, 2, 0), torch.randn(OUT, 6, 5).permute(1, 2, 0)
-    identical(run(layer_like(original, "bf16"), x, g), run(original, x, g))
 
 
 @each("shape", [(IN,), (13, IN), (3, 5, IN)])

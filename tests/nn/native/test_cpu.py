@@ -5,15 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_lowbit import Cast, LinearCasts, convert, pack_frozen
+from lightning_lowbit import LinearCasts, convert, pack_frozen
 from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.kernels.cpu.gemms import instructions
 from lightning_lowbit.kernels.gemms import CodeOperand
-from lightning_lowbit.nn import OPERANDS, PRESETS, AmaxHistories, GemmCounter, LayerKeys
+from lightning_lowbit.nn import PRESETS, LayerKeys
 from lightning_lowbit.nn.attention.products import ActivationProduct
-from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.nn.native import devices
 from tests.nn.layers import (
     GEMMS,
@@ -66,8 +64,12 @@ def pair_of(tokens, inputs, outputs, dtype, seed=0):
     return original, torch.randn(tokens, inputs).to(dtype), torch.randn(tokens, outputs).to(dtype)
 
 
-def check_definition(name, dtype, sizes):
-    """Results are those by definition, and operands the emulation's to the bit."""
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("sizes", [(16, 32, 48), (13, 40, 7), (1, 16, 16), (130, 200, 150)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CASTS)
+def test_results_are_those_by_definition(name, dtype, sizes):
+    """And operands are the emulation's to the bit."""
     original, x, g = pair_of(*sizes, dtype)
     with spied() as operands:
         results = run(layer := layer_like(original, CASTS[name]), x, g)
@@ -79,29 +81,6 @@ def check_definition(name, dtype, sizes):
         assert torch.equal(value(quantized), value(emulated[operand])), operand
     assert_is_defined(results, by_definition(layer, x, g), dtype)
     assert torch.equal(results["bias"], expected["bias"])
-
-
-SIZES = [(16, 32, 48), (13, 40, 7), (1, 16, 16), (130, 200, 150)]
-
-
-@each("name", CASTS)
-def test_results_are_those_by_definition(name):
-    for dtype in (torch.float32, torch.bfloat16):
-        check_definition(name, dtype, (13, 40, 24))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", CASTS)
-def test_results_of_all_sizes_are_those_by_definition(name, dtype, sizes):
-    check_definition(name, dtype, sizes)
-
-
-@each("name", [name for name in CASTS if name not in ("means", "forward alone")])
-def test_activations_as_codes_give_the_same_bits(name):
-    original, x, g = pair_of(24, 64, 48, torch.float32)
-    identical(*(run(layer_like(original, CASTS[name], save=save), x, g) for save in ("codes", "inputs")))
 
 
 @each("name", [name for name in NATIVE if name not in ("nvfp4-row", "ufp4")])
@@ -123,99 +102,6 @@ def test_recomputed_activations_give_the_same_gradients():
         identical(*(gradients(net(name, recompute=recompute, dropout=0.1)[0], x) for recompute in (False, True)))
 
 
-def compiled(layer, backend):
-    torch._dynamo.reset()
-    return torch.compile(layer, backend=backend, fullgraph=True)
-
-
-def check_compiled(name, backend, unequal=()):
-    casts = LinearCasts.preset(name)
-    drawn = [operand for operand in OPERANDS if (cast := casts.cast_of(operand)) is not None and cast.draws]
-    original, x, g = pair_of(16, 32, 48, torch.float32)
-    layer = layer_like(original, casts.with_rounding(dict.fromkeys(drawn, "nearest")))  # calls have keys of their own
-    expected = run(layer, x, g)
-    results = run(compiled(layer, backend), x, g)
-    for gradient in unequal:
-        del results[gradient], expected[gradient]
-    identical(results, expected)
-    torch._dynamo.reset()
-
-
-def test_a_compiled_layer_gives_the_same_bits():
-    for name in ("nvfp4-nvidia", "nvfp4-row", "int4"):
-        check_compiled(name, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nvfp4-nvidia", "nvfp4-4over6", "nvfp4-row", "int4", "e1m2"])
-def test_generated_code_gives_the_same_bits(name):
-    check_compiled(name, "inductor", ["bias"])  # whose gradient it sums in another order
-
-
-@each("name", ["nvfp4", "nvfp4-row", "int4"])
-def test_flops_are_those_of_the_emulation(name):
-    counts, others = [], []
-    for backend in ("auto", "emulated"):
-        model = nn.Sequential(convert(nn.Linear(40, 7), name, backend=backend))
-        LayerKeys(model).fill_(1)
-        with GemmCounter(model) as counter:
-            run(model, torch.randn(13, 40), torch.randn(13, 7))
-        counts.append(counter.gemms)
-        with FlopCounterMode(display=False) as mode:
-            run(model, torch.randn(13, 40), torch.randn(13, 7))
-        others.append(mode.get_total_flops())
-        shares = {"cpu": len(NATIVE[name]) / 3} if backend == "auto" else {}
-        assert counter.native_shares(CPU) == pytest.approx(shares)
-    assert counts[0] == counts[1] == {("0", gemm): 2 * 13 * 40 * 7 for gemm in GEMMS}
-    assert others[0] == 3 * 2 * 13 * 40 * 7
-
-
-def test_statistics_are_those_of_the_emulation():
-    original, x, g = pair_of(40, 48, 32, torch.float32)
-    for name in ("nvfp4-nvidia", "nvfp4-row", "mxfp4-rht", "int4"):
-        sums = []
-        for backend in ("auto", "emulated"):
-            layer = layer_like(original, name, backend=backend)
-            watch = Watch({"layer": layer}, "operand_sums", of_blocks=True)
-            watch.start(CPU)
-            run(layer, x, g)
-            sums.append(watch.sums)
-        assert sums[0].any()
-        assert torch.equal(*sums), name
-
-
-def test_what_is_not_finite_reaches_its_rows():
-    for name in ("nvfp4", "nvfp4-row", "mxfp4", "mxfp4-rht", "int4", "e1m2", "quartet2"):
-        for element in (torch.nan, torch.inf):
-            x = torch.randn(8, 48)
-            x[3, 5] = element
-            y = layer_like(nn.Linear(48, 16), name)(x).detach()
-            assert y[3].isnan().all(), f"{name}: {element} vanished"
-
-
-def test_delayed_scales_that_codes_do_not_show_are_emulated():
-    """A NaN in a tensor with the scale of former steps would be a code of zero."""
-    delayed = Cast("int4", {"format": "fp32", "block": "tensor", "source": "delayed"})
-    casts = LinearCasts(fprop_x=LinearCasts.preset("nvfp4").fprop_x, fprop_w=delayed)
-    assert casts.traits.native_kinds == {}
-
-
-def test_delayed_scales_of_two_levels():
-    delayed = LinearCasts.preset("nvfp4").fprop_x.replace(scale={"source": "delayed"})
-    casts = LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w", "dgrad_g", "dgrad_w"), delayed))
-    original, x, g = pair_of(16, 32, 48, torch.float32)
-    results = []
-    for backend in ("auto", "emulated"):
-        layer = layer_like(original, casts, backend=backend)
-        histories = AmaxHistories(layer)
-        for factor in (1, 3):
-            last = run(layer, factor * x, g)
-            histories.advance_()
-        results.append((last, histories.state_dict()))
-    for name, tensor in results[1][0].items():
-        torch.testing.assert_close(results[0][0][name], tensor, rtol=1e-5, atol=1e-5)
-
-
 @each("module", [nn.Conv1d(16, 24, 3, padding=1), nn.Conv1d(16, 24, 1)])
 def test_convolutions_are_the_emulated_ones_up_to_the_order_of_sums(module):
     x, g = torch.randn(3, 16, 20), torch.randn(3, 24, 20)
@@ -224,26 +110,27 @@ def test_convolutions_are_the_emulated_ones_up_to_the_order_of_sums(module):
         torch.testing.assert_close(results[0][name], tensor, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_casts_that_round_to_bfloat16_are_emulated_in_it():
-    layer = layer_like(nn.Linear(32, 32), "int4")
-    assert layer.native_gemms(CPU, dtype=torch.float32) == ("fprop",)
-    assert layer.native_gemms(CPU, dtype=torch.bfloat16) == ()
-    casts = LinearCasts.preset("int4").phase("qaf").replace(dgrad_w=None, wgrad_x=None)
-    layer = layer_like(nn.Linear(32, 32, dtype=torch.bfloat16), casts, backend="native")
-    with pytest.raises(ValueError, match="fprop rounds operands to bfloat16 .* Give its casts round_to_bfloat16=False"):
-        layer(torch.randn(4, 32).bfloat16())
+QAF = LinearCasts.preset("int4").phase("qaf").replace(dgrad_w=None, wgrad_x=None)
+
+
+@each(
+    ("casts", "dtype", "message"),
+    [
+        (QAF, torch.bfloat16, "fprop rounds operands to bfloat16 .* Give its casts round_to_bfloat16=False"),
+        ("nvfp4", torch.float16, "cpu GEMMs give bfloat16 or float32 here, and this pass computes in torch"),
+    ],
+)
+def test_dtypes_that_are_emulated(casts, dtype, message):
+    layer = layer_like(nn.Linear(32, 32, dtype=dtype), casts)
+    assert layer.native_gemms(CPU, dtype=torch.float32) and layer.native_gemms(CPU, dtype=dtype) == ()
+    layer.lowbit.backend = "native"
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(4, 32).to(dtype))
 
 
 def test_integers_in_groups_that_are_not_rounded_are_native_in_bfloat16():
     layer = layer_like(nn.Linear(32, 32), CASTS["int4, not rounded"])
     assert layer.native_gemms(CPU, dtype=torch.bfloat16) == ("fprop",)
-
-
-def test_float16_is_emulated():
-    layer = layer_like(nn.Linear(32, 32, dtype=torch.float16), "nvfp4", backend="native")
-    with pytest.raises(ValueError, match="cpu GEMMs give bfloat16 or float32 here, and this pass computes in torch"):
-        layer(torch.randn(4, 32).half())
-    assert layer_like(nn.Linear(32, 32), "nvfp4").native_gemms(CPU, dtype=torch.float16) == ()
 
 
 def test_what_is_emulated_is_said_for_the_dtype_of_the_passes():

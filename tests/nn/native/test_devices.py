@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit import convert
+from lightning_lowbit import Cast, Scale, convert
 from lightning_lowbit.nn.layers.native import obstacle_of
 from lightning_lowbit.nn.native import devices
 from lightning_lowbit.nn.native.table import NATIVE
 from tests.nn.native.stand_in import NO_ROWS, OF_GPUS, StandIn
+from tests.operations import Operations
 from tests.tables import each
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -41,6 +42,9 @@ def gpu(monkeypatch):
 def test_gpus_by_what_they_say(gpu):
     everywhere = {"fp8", "int8"}
     for capability, kinds in {
+        (7, 0): set(),
+        (7, 5): {"int8"},
+        (8, 6): {"int8"},
         (8, 9): everywhere,
         (9, 0): everywhere | {"fp8-blockwise"},
         (10, 0): everywhere | OF_GPUS - {"fp8-blockwise"},
@@ -49,19 +53,30 @@ def test_gpus_by_what_they_say(gpu):
     }.items():
         gpu(capability)
         assert {kind for kind in NATIVE if devices.native_obstacle(GPU, kind) is None} == kinds, capability
-    gpu((9, 0))
-    found = devices.native_obstacle(GPU, "nvfp4")
-    assert found == (
-        "native NVFP4 GEMMs need an NVIDIA GPU of compute capability 10.0 or more (Blackwell); Some GPU has 9.0"
-    )
+
+
+NEEDED = "GEMMs need an NVIDIA GPU of compute capability"
+GFX942 = [(9, 4), "7.0", "gfx942:sramecc+:xnack-"]
+
+
+@each(
+    ("kind", "gpu_like", "obstacle"),
+    [
+        ("nvfp4", [(9, 0)], f"native NVFP4 {NEEDED} 10.0 or more (Blackwell); Some GPU has 9.0"),
+        ("fp8", [(8, 6)], "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 8.6"),
+        ("int8", [(7, 0)], f"int8 {NEEDED} 7.5 or more, or a CPU with VNNI; Some GPU has 7.0"),
+        *((kind, GFX942, "Some GPU is AMD's, which has not been tried") for kind in ("fp8", "int8", "nvfp4")),
+        ("mxfp8", GFX942, "gfx950 (MI350); Some GPU is gfx942"),
+    ],
+)
+def test_what_a_gpu_lacks_is_said(gpu, kind, gpu_like, obstacle):
+    gpu(*gpu_like)
+    assert str(devices.native_obstacle(GPU, kind)).endswith(obstacle)
 
 
 def test_amd_is_told_apart(gpu, monkeypatch):
     gpu((9, 5), "7.0", "gfx950:sramecc+:xnack-")
     assert {kind for kind in NATIVE if devices.native_obstacle(GPU, kind) is None} == {"mxfp4", "mxfp8"}
-    gpu((9, 4), "7.0", "gfx942:sramecc+:xnack-")
-    assert str(devices.native_obstacle(GPU, "mxfp8")).endswith("gfx950 (MI350); Some GPU is gfx942")
-    assert str(devices.native_obstacle(GPU, "nvfp4")).endswith("Some GPU is AMD's, which has not been tried")
     gpu((9, 5), "7.14", "gfx950")
     monkeypatch.setattr(F.ScalingType, "BlockWiseBlk32Ue8m0_32_8_EXT", 6, raising=False)
     assert "in a layout that is not written yet" in str(devices.native_obstacle(GPU, "mxfp8"))
@@ -138,43 +153,51 @@ def test_each_way_of_an_fp8_gemm_is_tried(gpu, is_wrong):
 
 
 @rows_on_cpus
-def test_gemms_of_rows_that_compute_something_else_are_not_believed(gpu):
+@each(
+    ("kind", "is_wrong", "changes"),
+    [
+        ("fp8", lambda call: call.get("bias") is not None, {"bias": None}),
+        ("fp8", lambda call: call["scale_a"].dim() == 2, {"scale_a": torch.ones(48, 1)}),
+        ("int8", lambda call: False, {"twice": True}),
+    ],
+)
+def test_gemms_of_rows_that_compute_something_else_are_not_believed(gpu, kind, is_wrong, changes):
     gpu((9, 0))
-    with Otherwise(lambda call: call.get("bias") is not None, bias=None):
-        assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, "fp8"))
-    with Otherwise(lambda call: call["scale_a"].dim() == 2, scale_a=torch.ones(48, 1)):
-        assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, "fp8"))
-    with Otherwise(lambda call: False, twice=True):
-        assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, "int8"))
+    with Otherwise(is_wrong, **changes):
+        assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, kind))
 
 
-def test_a_device_is_asked_once(monkeypatch, within):
-    within(devices.declared("cpu", OF_GPUS))
-    stand_in = StandIn()
-    monkeypatch.setattr(F, "scaled_mm", stand_in)
+@pytest.fixture
+def questions(scaled_mm):
+    """What a device computes that nobody has asked yet."""
     devices._trial_obstacle.cache_clear()
+    return scaled_mm.calls
+
+
+def test_a_device_is_asked_once(questions):
     for _ in range(3):
         assert devices.native_obstacle(CPU, "nvfp4") is None
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    assert [dtype for _, dtype in stand_in.calls] == dtypes
+    assert [dtype for _, dtype in questions] == dtypes
     assert devices.native_obstacle(CPU, "mxfp8") is None
-    assert [dtype for _, dtype in stand_in.calls] == 2 * dtypes
-    devices._trial_obstacle.cache_clear()
+    assert [dtype for _, dtype in questions] == 2 * dtypes
 
 
 @pytest.mark.usefixtures("compiler")
-def test_asking_breaks_no_graph(monkeypatch, within):
+def test_asking_breaks_no_graph(questions):
     """A compiled layer asks the device while it is traced."""
-    within(devices.declared("cpu", OF_GPUS))
-    stand_in = StandIn()
-    monkeypatch.setattr(F, "scaled_mm", stand_in)
-    devices._trial_obstacle.cache_clear()
     layer = convert(nn.Linear(32, 32), "mxfp8")
     x = torch.randn(8, 32)
     found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    assert len(stand_in.calls) == 4  # the question for three dtypes, and the forward pass
+    assert len(questions) == 4  # the question for three dtypes, and the forward pass
     assert torch.equal(found, layer(x))
-    devices._trial_obstacle.cache_clear()
+
+
+def test_the_emulation_asks_nothing(questions):
+    original = nn.Linear(32, 32)
+    for casts, backend in (("mxfp6", "auto"), ("ufp4", "auto"), ("nvfp4", "emulated")):
+        assert convert(copy.deepcopy(original), casts, backend=backend).native_gemms(CPU) == ()
+    assert not questions
 
 
 def test_native_where_there_is_none_is_refused():
@@ -186,14 +209,25 @@ def test_native_where_there_is_none_is_refused():
     for casts in ("mxfp6", "int8", {"preset": "nvfp4", "every": {"scale": {"block": 24}}}):
         with pytest.raises(ValueError, match=r"has no native GEMM: .*blocks of 16 .*Use backend='auto', skip such"):
             convert(nn.Linear(32, 32), casts, backend="native")
-
-
-def test_on_cpus_errors_speak_of_their_gemms(within):
-    within(devices.declared("cpu", ()))
     for name in ("nvfp4", "mxfp4", "ternary"):
         layer = convert(nn.Linear(32, 32), name, backend="native")
-        with pytest.raises(ValueError, match=r"GEMMs of codes on CPUs need the C\+\+ kernels; 'cpu' is declared"):
+        expected = r"GEMMs of codes on CPUs need the C\+\+ kernels; 'cpu' is declared"
+        with devices.declared("cpu", ()), pytest.raises(ValueError, match=expected):
             layer(torch.randn(4, 32))
+
+
+def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    casts = dict.fromkeys(("fprop_x", "fprop_w"), Cast("int8", Scale("fp32", "row")))
+    layer, x = convert(nn.Linear(64, 48), casts), torch.randn(8, 64)
+    with Operations() as operations:
+        layer(x)
+    assert layer.native_gemms(CPU) == () and not operations.counts["_int_mm"]
+    layer.lowbit.backend = "native"
+    with pytest.raises(ValueError, match="7.5 or more, or a CPU with VNNI; this CPU has none. Use backend='auto' or "):
+        layer(x)
+    for device in ("meta", "mps"):
+        assert str(devices.native_obstacle(torch.device(device), "int8")).endswith(f"the device is '{device}'")
 
 
 def test_codes_are_multiplied_where_that_is_faster(monkeypatch):
@@ -207,20 +241,6 @@ def test_codes_are_multiplied_where_that_is_faster(monkeypatch):
     assert layer.emulated_because(CPU) == {"fprop, dgrad, wgrad": reason}
     with devices.declared("cpu", {"cpu"}):
         assert obstacle_of(CPU, "cpu", "auto") is None, "it is known better"
-
-
-def test_fp8_gemms_are_those_of_gpus():
-    for device in ("cpu", "meta", "mps"):
-        obstacle = devices.native_obstacle(torch.device(device), "fp8")
-        assert f"8.9 or more (Ada, Hopper, Blackwell); the device is '{device}'" in str(obstacle)
-
-
-def test_the_emulation_asks_nothing(scaled_mm):
-    devices._trial_obstacle.cache_clear()
-    original = nn.Linear(32, 32)
-    for casts, backend in (("mxfp6", "auto"), ("ufp4", "auto"), ("nvfp4", "emulated")):
-        assert convert(copy.deepcopy(original), casts, backend=backend).native_gemms(CPU) == ()
-    assert not scaled_mm.calls
 
 
 def test_a_declaration_holds_in_its_context():

@@ -16,7 +16,7 @@ from tests.nn.layers import GEMMS, RESULTS, every, gradients, identical, layer_l
 from tests.tables import each
 
 CPU = torch.device("cpu")
-on_int8_units = pytest.mark.skipif(native_obstacle(CPU, "int8") is not None, reason="this CPU has no int8 units")
+pytestmark = pytest.mark.skipif(native_obstacle(CPU, "int8") is not None, reason="this CPU has no int8 units")
 
 TERNARY = LinearCasts.preset("ternary")
 TOKENS, TENSOR = Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))
@@ -67,18 +67,27 @@ def native_calls(monkeypatch):
         yield calls
 
 
-@on_int8_units
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_runs_natively(native_calls, name):
+    """And ``backend="native"`` refuses the rest."""
     casts, gemms = LAYERS[name]
     sizes = {"fprop": (8, 64, 48), "dgrad": (8, 48, 64), "wgrad": (48, 8, 64)}
-    layer = layer_like(nn.Linear(64, 48), casts)
-    run(layer, torch.randn(8, 64), torch.randn(8, 48))
+    original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
+    layer = layer_like(original, casts)
+    expected = run(layer, x, g)
     assert native_calls == [sizes[gemm] for gemm in gemms]
     assert layer.native_gemms(CPU) == tuple(gemms)
+    quantizes = [any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm)) for gemm in GEMMS]
+    lacking = [gemm for gemm, some in zip(GEMMS, quantizes, strict=True) if some and gemm not in gemms]
+    if lacking:
+        message = rf"{lacking[0]} of the casts has no native GEMM: those take E4M3 .* or integers, with scales per"
+        with pytest.raises(ValueError, match=message):
+            convert(original, casts, backend="native")
+        assert type(original) is nn.Linear
+    else:
+        identical(run(layer_like(original, casts, backend="native"), x, g), expected, "backend='native'")
+        assert len(native_calls) == 2 * len(gemms)
 
-
-# --- the same numbers -------------------------------------------------------------------------------------------------
 
 # float32 holds whole numbers up to 2^24: sums of 127 · 1 are exact up to an inner size of 132104.
 LONGEST = 2**24 // 127
@@ -98,7 +107,6 @@ def pass_through(casts, sizes, dtype, bias=True, largest=False, **how):
 
 
 @pytest.mark.pairwise
-@on_int8_units
 @pytest.mark.parametrize("largest", [False, True], ids=["", "largest codes"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,7 +127,6 @@ def test_ternary_is_the_exact_emulation_to_the_bit(native_calls, sizes, dtype, b
     identical({n: found[n] for n in names}, {n: emulated[n] for n in names}, "backward pass after the native GEMM:")
 
 
-@on_int8_units
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", [name for name, (_, gemms) in LAYERS.items() if gemms and name != "more than a product"])
 def test_native_gemms_round_once(name, dtype):
@@ -137,7 +144,6 @@ def test_native_gemms_round_once(name, dtype):
         assert (error <= allowed).all(), f"{gemm}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
 
 
-@on_int8_units
 @pytest.mark.parametrize("inner", [133144, 133145])
 def test_sums_that_int32_does_not_hold(inner):
     """Up to which inner size it holds those of 127 · 127; beyond it, there is the emulated GEMM."""
@@ -149,7 +155,6 @@ def test_sums_that_int32_does_not_hold(inner):
 
 
 @pytest.mark.pairwise(1)
-@on_int8_units
 @pytest.mark.parametrize("casts", ["ternary", every(TOKENS)], ids=["ternary", "all six"])
 @pytest.mark.parametrize("sizes", [(0, 33, 7), *product((1, 2, 17), repeat=3)], ids=str)
 def test_of_few_rows(casts, sizes):
@@ -160,7 +165,6 @@ def test_of_few_rows(casts, sizes):
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-5)
 
 
-@on_int8_units
 def test_under_autocast(native_calls):
     original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
     found = run(layer_like(original, "ternary"), x, g, autocast=True)
@@ -171,16 +175,12 @@ def test_under_autocast(native_calls):
         assert torch.equal(found[name].bfloat16(), tensor), f"{name} is another one under autocast"
 
 
-@on_int8_units
-@pytest.mark.parametrize("recompute", [False, True])
-def test_activation_checkpointing_changes_nothing(native_calls, recompute):
+def test_activation_checkpointing_changes_nothing(native_calls):
     x = torch.randn(16, 32)
-    found = gradients(net("ternary", recompute=recompute)[0], x)
-    assert len(native_calls) == (5 if recompute else 3)
-    identical(found, gradients(net("ternary")[0], x))
+    identical(*(gradients(net("ternary", recompute=recompute)[0], x) for recompute in (True, False)))
+    assert len(native_calls) == 5 + 3
 
 
-@on_int8_units
 @pytest.mark.usefixtures("compiler")
 def test_a_compiled_layer(native_calls):
     layer = layer_like(nn.Linear(33, 7), "ternary")
@@ -189,9 +189,6 @@ def test_a_compiled_layer(native_calls):
     found = run(torch.compile(layer, backend="aot_eager", fullgraph=True), x, g)
     identical(found, expected, "compiled,")
     assert len(native_calls) == 2
-
-
-# --- what is not finite -----------------------------------------------------------------------------------------------
 
 
 # What a bad element [0, 3] of an operand spoils in the result of its GEMM where scales are those of rows.
@@ -207,7 +204,6 @@ SPOILT = {
 
 
 @pytest.mark.pairwise
-@on_int8_units
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "w", "bias", "g"])
 @pytest.mark.parametrize("name", ["ternary", "rows", "all six", "all six, of tensors"])
@@ -239,45 +235,8 @@ def test_what_is_not_finite_shows(native_calls, name, where, bad):
         )
 
 
-# --- where it runs, and what is said of it ----------------------------------------------------------------------------
-
-
-@on_int8_units
-@pytest.mark.parametrize("name", LAYERS)
-def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls, name):
-    casts, gemms = LAYERS[name]
-    original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
-    quantizes = [any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm)) for gemm in GEMMS]
-    lacking = [gemm for gemm, some in zip(GEMMS, quantizes, strict=True) if some and gemm not in gemms]
-    if lacking:
-        message = rf"{lacking[0]} of the casts has no native GEMM: those take E4M3 .* or integers, with scales per"
-        with pytest.raises(ValueError, match=message):
-            convert(original, casts, backend="native")
-        assert type(original) is nn.Linear
-        return
-    found = run(layer_like(original, casts, backend="native"), x, g)
-    assert len(native_calls) == len(gemms)
-    identical(found, run(layer_like(original, casts), x, g), "backend='native'")
-
-
-def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_calls):
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    original, x, g, casts = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48), LAYERS["rows"][0]
-    layer = layer_like(original, casts)
-    found = run(layer, x, g)
-    assert not native_calls
-    assert layer.native_gemms(CPU) == ()
-    identical(found, run(layer_like(original, casts, backend="emulated"), x, g))
-    with pytest.raises(ValueError, match="7.5 or more, or a CPU with VNNI; this CPU has none. Use backend='auto' or "):
-        layer_like(original, casts, backend="native")(x)
-    for device in ("meta", "mps"):
-        assert str(native_obstacle(torch.device(device), "int8")).endswith(f"the device is '{device}'")
-
-
-@on_int8_units
 @pytest.mark.parametrize("backend", ["auto", "emulated"])
 def test_flops_and_where_they_run(backend, within):
-    """The table says where; coverage is the same."""
     within(declared("cpu", {"int8", "cpu"}))
     model = nn.Sequential(nn.Linear(33, 24, bias=False), nn.Linear(24, 7))
     convert(model, "ternary", overrides={"1": LinearCasts.preset("int4")}, backend=backend)
@@ -293,7 +252,6 @@ def test_flops_and_where_they_run(backend, within):
     ] * 2
 
 
-@on_int8_units
 @pytest.mark.parametrize(("backend", "wanted"), [("auto", torch.int8), ("emulated", torch.bfloat16)])
 def test_one_byte_per_element_is_kept_for_the_backward_pass(backend, wanted):
     kept = []

@@ -1,7 +1,5 @@
 """Layouts of codes and scales: those of the formulas, of torchao and of compressed-tensors."""
 
-import random
-
 import pytest
 import torch
 
@@ -34,13 +32,6 @@ def test_scales_lie_where_the_formula_says():
         assert torch.equal(unswizzled(flat, rows, columns), scales.double())
         assert torch.equal(unswizzle(flat, rows, columns), scales)
         assert int(flat.long().sum()) == int(scales.long().sum()), "the padding is not zero"
-
-
-def test_the_first_tile_by_hand():
-    scales = torch.arange(128)[:, None] + torch.tensor([0, 128])  # two of its four columns
-    flat = swizzle(scales.to(torch.uint8)).tolist()
-    assert flat[:16] == [0, 128, 0, 0, 32, 160, 0, 0, 64, 192, 0, 0, 96, 224, 0, 0]
-    assert flat[16:20] == [1, 129, 0, 0]
 
 
 def test_scales_equal_torchao():
@@ -102,19 +93,14 @@ def decoded(kind, cast, x, dim, key):
     return values if dim == 1 else values.t()
 
 
-def check(shape, seed):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 4 ** (seed % 7 - 3)
-    key = torch.tensor(seed)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 40), (130, 70), (16, 128)], ids=str)
+def test_packed_and_swizzled_operands_hold_the_plain_values(shape):
+    x, key = torch.randn(shape) / 16, torch.tensor(1)
     for kind, dim in ((kind, dim) for kind in CASTS for dim in (0, 1)):
         for cast in (CASTS[kind], TILES[kind]):
             plain = quantize_operand(x, cast, dim, key)
             found = decoded(kind, cast, x, dim, key)
             assert torch.equal(found, plain.values.double()), f"{cast} of {shape}, dimension {dim}"
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (5, 40), (130, 70), (16, 128)], ids=str)
-def test_packed_and_swizzled_operands_hold_the_plain_values(shape):
-    check(shape, seed=1)
 
 
 @pytest.mark.slow
@@ -135,10 +121,3 @@ def test_codes_are_those_of_the_format():
         codes = torch.cat([packed & 15, packed >> 4])
         assert codes.unique().tolist() == [*range(8), *range(9, 16)]  # no -0
         assert torch.equal(codes, CASTS[kind].format.encode(CASTS[kind].format.decode(codes)))
-
-
-@pytest.mark.slow
-def test_packed_and_swizzled_operands_of_a_thousand_shapes():
-    draw = random.Random(0)
-    for seed in range(1000):
-        check((draw.randint(1, 300), draw.randint(1, 300)), seed)

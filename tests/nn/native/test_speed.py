@@ -52,14 +52,9 @@ def test_the_shortest_time_of_each_product_counts(dtype):
 
 
 def test_rounds_go_on_while_there_is_time():
-    brief = [0.01, 0.01, 0.01]
-    clock = Clock(*[brief] * 100)
+    clock = Clock(*[[0.01, 0.01, 0.01]] * 100)
     assert measure(torch.float32, clock) == pytest.approx((0.01, 0.01, 0.01, True))
     assert clock.seconds == pytest.approx(0.21)
-
-
-def test_a_busy_machine_is_noticed():
-    assert measure(torch.float32, Clock(*ROUNDS, share=0.5)).is_quiet is False
 
 
 def test_nothing_else_sees_the_measurement():
@@ -71,86 +66,71 @@ def test_nothing_else_sees_the_measurement():
 
 
 @pytest.fixture
-def forgotten():
-    """Times are asked for as in a new process, within a test and after it."""
+def ask(cache):
+    """Asks for times by a new clock, as in a new process: those, and whether they were measured."""
+
+    def ask(dtype=torch.float32, threads=1, is_native=True, *, share=1.0, rounds=ROUNDS):
+        measured.cache_clear()
+        clock = Clock(*rounds, share=share)
+        times = measured(dtype, threads, is_native, clock)
+        return times, clock.reads > 0
+
+    yield ask
     measured.cache_clear()
-    yield measured.cache_clear
-    measured.cache_clear()
 
 
-def test_a_machine_measures_once(cache, forgotten):
-    clock = Clock(*ROUNDS)
-    times = measured(torch.float32, 1, True, clock)
-    forgotten()
-    reads = clock.reads
-    assert measured(torch.float32, 1, True, clock) == times
-    assert clock.reads == reads > 0
+def test_a_machine_measures_once_each_dtype_and_number_of_threads(ask):
+    times, was_measured = ask()
+    assert was_measured and ask() == (times, False)
+    for other in ((torch.bfloat16, 1, True), (torch.float32, 2, True), (torch.float32, 1, False)):
+        assert ask(*other)[1], other
 
 
-def test_a_process_measures_once_where_no_folder_keeps_figures(cache, forgotten):
+def test_a_process_measures_once_where_no_folder_keeps_figures(cache, ask):
     cache.touch()
+    assert ask()[1] and ask()[1]
     clock = Clock(*ROUNDS)
-    times = measured(torch.float32, 1, True, clock)
-    reads = clock.reads
-    assert measured(torch.float32, 1, True, clock) == times
-    assert clock.reads == reads
+    times, reads = measured(torch.float32, 1, True, clock), clock.reads
+    assert measured(torch.float32, 1, True, clock) == times and clock.reads == reads
 
 
-@each("other", [(torch.bfloat16, 1, True), (torch.float32, 2, True), (torch.float32, 1, False)])
-def test_each_dtype_and_number_of_threads_has_its_own_times(cache, forgotten, other):
-    forgotten()
-    measured(torch.float32, 1, True, Clock(*ROUNDS))
-    clock = Clock(*ROUNDS)
-    measured(*other, clock)
-    assert clock.reads > 0
-
-
-def test_times_of_a_busy_machine_are_not_kept(cache, forgotten):
-    measured(torch.float32, 1, True, Clock(*ROUNDS, share=0.5))
-    forgotten()
-    assert measured(torch.float32, 1, True, Clock(*ROUNDS)).is_quiet
-
-
-def test_a_damaged_file_is_measured_again(cache, forgotten):
-    measured(torch.float32, 1, True, Clock(*ROUNDS))
+def test_times_of_a_busy_machine_or_a_damaged_file_are_measured_again(cache, ask):
+    assert not ask(share=0.5)[0].is_quiet
+    assert ask()[0].is_quiet
     (path,) = cache.glob("*.json")
     path.write_text(path.read_text()[:-1])
-    forgotten()
-    clock = Clock([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    assert measured(torch.float32, 1, True, clock) == Times(1.0, 2.0, 3.0)
+    assert ask(rounds=[[1.0, 2.0, 3.0]] * 2) == (Times(1.0, 2.0, 3.0), True)
 
 
-def words(*times, threads=1, is_native=True):
-    return str(Speed("AVX2", threads, torch.bfloat16, Times(*times), is_native))
+EMULATED = " The emulation is faster here: backend='emulated' takes it."
+NATIVE = " They are faster here: backend='native' takes them."
+
+
+@each(
+    ("times", "is_native", "advice"),
+    [
+        ((4.0, 2.0, 1.0), True, EMULATED),
+        ((2.0, 3.0, 1.0), True, None),  # slower than bfloat16, and faster than the emulation
+        ((1.02, 1.0, 2.0), True, None),  # a tie
+        ((2.0, 3.5, 3.0), True, None),
+        ((2.0, 3.0, 1.0), False, NATIVE),
+        ((2.0, 1.0, 1.0), False, None),
+    ],
+)
+def test_what_is_faster_is_said_with_the_setting_that_takes_it(times, is_native, advice):
+    text = str(Speed("AVX2", 2, torch.bfloat16, Times(*times), is_native))
+    assert text.startswith("Native on this CPU: " if is_native else "Left out on this CPU: ")
+    assert text.endswith(f"2 threads).{advice or ''}")
 
 
 def test_words():
-    text = (
+    assert str(Speed("AVX2", 1, torch.bfloat16, Times(2.0, 3.5, 3.0), True)) == (
         "Native on this CPU: GEMMs of codes by AVX2, measured here at 1.50 times the speed of bfloat16 and 1.75 times "
         "that of the emulation (NVFP4 with its casts, 512 × 512 × 512, 1 thread)."
     )
-    assert words(2.0, 3.5, 3.0) == text
-    assert words(2.0, 3.5, 3.0, threads=2) == text.replace("1 thread", "2 threads")
-
-
-def test_an_emulation_that_is_faster_is_said_with_the_setting_that_takes_it():
-    advice = " The emulation is faster here: backend='emulated' takes it."
-    assert words(4.0, 2.0, 1.0).endswith(f"1 thread).{advice}")
-    assert advice not in words(2.0, 3.0, 1.0), "slower than bfloat16, and faster than the emulation"
-    assert advice not in words(1.02, 1.0, 2.0), "a tie"
-
-
-def test_gemms_that_are_left_out_and_faster_are_said_with_the_setting_that_takes_them():
-    advice = " They are faster here: backend='native' takes them."
-    text = words(2.0, 3.0, 1.0, is_native=False)
-    assert text.startswith("Left out on this CPU: ") and text.endswith(advice)
-    assert advice not in words(2.0, 1.0, 1.0, is_native=False)
-
-
-def test_a_busy_machine_is_said_and_gives_no_advice():
-    text = words(4.0, 2.0, 1.0, False)
-    assert text.endswith("Their speed was not measured: other processes took the cores meanwhile.")
-    assert "times" not in text and "backend='emulated'" not in text
+    busy = str(Speed("AVX2", 1, torch.bfloat16, Times(4.0, 2.0, 1.0, False), True))
+    assert busy.endswith("Their speed was not measured: other processes took the cores meanwhile.")
+    assert "times" not in busy and "backend='emulated'" not in busy
 
 
 def test_there_is_no_speed_where_codes_are_not_multiplied():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.autograd.functional import hessian, hvp, jacobian, jvp
+from torch.autograd.functional import hvp, jvp
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -40,17 +40,6 @@ def product_with_hessian(model, x):
     return hvp(lambda x: model(x).square().sum(), x.detach(), torch.ones_like(x))[1]
 
 
-def whole_hessian(model, x):
-    return hessian(lambda s: model(x.detach() * s).square().sum(), torch.ones(()))
-
-
-def gradient_of_jacobian(model, x):
-    found = jacobian(
-        lambda s: model(x.detach() * s).flatten()[:3], torch.ones((), requires_grad=True), create_graph=True
-    )
-    return torch.autograd.grad(found.square().sum(), [*model.parameters()], allow_unused=True)
-
-
 def meta_learning(model, x):
     """The outer gradient through a step of the inner loop."""
     weights = dict(model.named_parameters())
@@ -74,16 +63,7 @@ def double_backward_jvp(model, x):
     return jvp(model, x.detach(), torch.ones_like(x))[1]
 
 
-WAYS = (
-    penalty,
-    product_with_hessian,
-    whole_hessian,
-    gradient_of_jacobian,
-    meta_learning,
-    of_input_alone,
-    beside_the_loss,
-    double_backward_jvp,
-)
+WAYS = (penalty, product_with_hessian, meta_learning, of_input_alone, beside_the_loss, double_backward_jvp)
 
 
 @each("kind", SITUATIONS)
@@ -191,7 +171,6 @@ class Penalized(LightningModule):
 
 
 def test_the_way_out_with_a_plugin():
-    """What the error says, done."""
     loader = DataLoader(TensorDataset(torch.randn(4, WIDTH)), batch_size=4)
 
     def fit(model):

@@ -168,8 +168,6 @@ def test_a_weight_that_becomes_complex_is_refused(kind):
             model(x)
 
 
-# --- nested -----------------------------------------------------------------------------------------------------------
-
 NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 
 
@@ -205,9 +203,6 @@ def test_other_nested_tensors_are_refused_with_what_to_do(kind):
     for x in odd:
         with pytest.raises(ValueError, match=r"^Layer layer\S* takes n(o|ested) .*(to_padded_tensor)"):
             model(x)
-
-
-# --- meta -------------------------------------------------------------------------------------------------------------
 
 
 @each("kind", [kind for kind in SITUATIONS if kind != "experts"])

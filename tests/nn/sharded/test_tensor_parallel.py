@@ -8,7 +8,7 @@ import torch
 
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import PRESETS
-from lightning_lowbit.nn.core.how import How
+from lightning_lowbit.nn.core.function import How
 from lightning_lowbit.nn.core.parallel import Shards
 from lightning_lowbit.quant.shard import Shard
 from tests.launch import launch
