@@ -23,6 +23,13 @@ def trainer(plugin, **kwargs):
     return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
 
 
+def fitted(plugin, model=None, ckpt_path=None, **kwargs):
+    """A Trainer that has trained a model, which is its ``lightning_module``."""
+    run = trainer(plugin, **kwargs)
+    run.fit(Regression() if model is None else model, ckpt_path=ckpt_path)
+    return run
+
+
 def two_casts():
     """A plugin that rounds one operand of each pass: the cheapest one of which all phases differ."""
     cast = Cast("int8", Scale("fp32", "tensor"))
@@ -100,6 +107,13 @@ class Regression(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+class On(Callback):
+    """Does something in hooks: ``On(on_train_end=lambda trainer, *_: trainer.save_checkpoint("x.ckpt"))``."""
+
+    def __init__(self, **actions):
+        vars(self).update(actions)
 
 
 class Ramp(Callback):

@@ -5,9 +5,7 @@ import torch
 
 from lightning_lowbit import FP8Precision
 from tests.lightning_imports import MisconfigurationException
-from tests.precision.regression_model import Regression, flat, state, trainer
-
-STEPS_ITSELF = "ignore:SGD steps itself"
+from tests.precision.regression_model import Regression, fitted, flat, state
 
 
 class Manual(Regression):
@@ -32,31 +30,23 @@ class Manual(Regression):
 
 
 def fit(steps_by, compute_dtype="bf16"):
-    plugin, model = FP8Precision("delayed", compute_dtype=compute_dtype), Manual(steps_by)
-    trainer(plugin, max_epochs=1, limit_train_batches=3, max_steps=-1).fit(model)
-    return plugin, model
+    plugin = FP8Precision("delayed", compute_dtype=compute_dtype)
+    return fitted(plugin, Manual(steps_by), max_epochs=1, limit_train_batches=3, max_steps=-1)
 
 
-@pytest.mark.filterwarnings(STEPS_ITSELF)
-def test_their_steps_advance_delayed_scaling():
-    (by_lightning, expected), (by_itself, found) = fit("Lightning"), fit("itself")
-    assert by_itself.step == by_lightning.step == 6
-    histories = [state(plugin)["amax_history"] for plugin in (by_lightning, by_itself)]
-    assert all(torch.equal(histories[1][name], history) for name, history in histories[0].items())
-    assert torch.equal(flat(found), flat(expected))
-
-
-def test_one_warning_says_what_does_not_advance():
+def test_their_steps_advance_delayed_scaling_and_one_warning_says_what_does_not_advance():
     with pytest.warns(UserWarning) as warned:
-        fit("itself")
+        runs = fit("Lightning"), fit("itself")
     assert sum("global_step stays" in str(warning.message) for warning in warned) == 1
+    plugins = [run.precision_plugin for run in runs]
+    assert [plugin.step for plugin in plugins] == [6, 6]
+    histories, found = (state(plugin)["amax_history"] for plugin in plugins)
+    assert all(torch.equal(found[name], history) for name, history in histories.items())
+    assert torch.equal(*(flat(run.lightning_module) for run in runs))
 
 
-def test_scaled_gradients_are_refused():
+def test_scaled_gradients_are_refused_and_a_warning_says_that_no_step_was_counted():
     with pytest.raises(MisconfigurationException, match="SGD, which steps itself .* would take scaled gradients"):
         fit("itself", "fp16")
-
-
-def test_a_warning_says_that_no_step_was_counted():
     with pytest.warns(UserWarning, match="No optimizer step was counted in 3 training steps"):
         fit("alone")
