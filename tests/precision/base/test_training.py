@@ -8,24 +8,32 @@ from lightning_lowbit import FP4Precision, GradientNoiseMonitor, LowBitPrecision
 from lightning_lowbit.nn import set_phase
 from lightning_lowbit.units import cpu_without
 from tests.lightning_imports import BoringModel
-from tests.precision.base.models import GAN, Recorder, Recurrent, quiet
-from tests.precision.regression_model import flat
-from tests.precision.regression_model import trainer as regression_trainer
+from tests.precision.base.models import GAN, Recurrent
+from tests.precision.regression_model import fitted, flat
+
+
+class Recorder(BoringModel):
+    """Notes what each training step sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(str(self.layer.lowbit.keys.tolist()))
+        return super().training_step(batch, batch_idx)
 
 
 def test_each_micro_batch_has_its_own_random_bits():
-    model = Recorder()
-    trainer = quiet(plugins=[FP4Precision(seed=3)], accumulate_grad_batches=2)
-    trainer.fit(model)
-    keys = [str(keys) for keys, _ in model.seen]
-    assert len(keys) == 4
-    assert len(set(keys)) == 4, "two micro-batches share their keys"
-    again = Recorder()
-    quiet(plugins=[FP4Precision(seed=3)], accumulate_grad_batches=2).fit(again)
-    assert again.seen == model.seen, "the keys of a run are not reproducible"
-    other = Recorder()
-    quiet(plugins=[FP4Precision(seed=4)], accumulate_grad_batches=2).fit(other)
-    assert not set(keys) & {str(keys) for keys, _ in other.seen}, "the seed changes nothing"
+    keys, again, other = (
+        fitted(
+            FP4Precision(seed=seed), Recorder(), accumulate_grad_batches=2, limit_train_batches=4
+        ).lightning_module.seen
+        for seed in (3, 3, 4)
+    )
+    assert len(set(keys)) == len(keys) == 4, "two micro-batches share their keys"
+    assert again == keys, "the keys of a run are not reproducible"
+    assert not set(keys) & set(other), "the seed changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -38,11 +46,11 @@ def test_each_micro_batch_has_its_own_random_bits():
     ids=["recomputed", "evaluated in between", "drawn a second time"],
 )
 def test_what_else_computes_leaves_the_calls_of_a_layer_alone(recompute, settings):
-    outcomes = []
+    weights = []
     for model, how in ((Recurrent(), {}), (Recurrent(recompute), settings())):
-        regression_trainer(FP4Precision(compute_dtype="fp32"), accumulate_grad_batches=2, max_steps=3, **how).fit(model)
-        outcomes.append(flat(model))
-    assert torch.equal(*outcomes)
+        fitted(FP4Precision(compute_dtype="fp32"), model, accumulate_grad_batches=2, max_steps=3, **how)
+        weights.append(flat(model))
+    assert torch.equal(*weights)
 
 
 class Twice(BoringModel):
@@ -63,30 +71,18 @@ class Twice(BoringModel):
 
 def test_a_forward_pass_in_manual_optimization_has_the_weights_of_the_last_step():
     """Autocast keeps copies of them until its context ends."""
-    model = Twice()
-    quiet(plugins=[LowBitPrecision("bf16")]).fit(model)
-    before, after, *_ = model.outputs
+    before, after, *_ = fitted(LowBitPrecision("bf16"), Twice()).lightning_module.outputs
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("compute_dtype", "times"), [("bf16", 1), ("fp32", 0), ("auto", 0)])
-def test_a_cpu_without_instructions_for_the_compute_dtype_is_said(told, compute_dtype, times):
-    with cpu_without(torch.bfloat16):
-        quiet(plugins=[LowBitPrecision("nvfp4", compute_dtype=compute_dtype)]).fit(BoringModel())
-    assert sum("compute_dtype='fp32'" in text for text in told.messages) == times
-
-
 def test_bf16_casts_train_as_lightnings_bf16_mixed_does_to_the_bit():
-    def weights(**kwargs):
+    def weights(plugin, **kwargs):
         torch.manual_seed(1)
-        model = BoringModel()
         with cpu_without():  # on CPUs without bf16 units, ours are float32's products
-            quiet(max_steps=4, **kwargs).fit(model)
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
+            return flat(fitted(plugin, BoringModel(), max_steps=4, **kwargs).lightning_module)
 
-    assert torch.equal(
-        weights(plugins=[LowBitPrecision("bf16", compute_dtype="bf16")]), weights(precision="bf16-mixed")
-    )
+    ours = weights(LowBitPrecision("bf16", compute_dtype="bf16"))
+    assert torch.equal(ours, weights(None, precision="bf16-mixed"))
 
 
 @pytest.mark.parametrize("is_automatic", [True, False])
@@ -104,8 +100,7 @@ def test_backward_passes_stay_in_the_thread_that_calls_them(is_automatic):
                 self.optimizers().step()
             return loss
 
-    model = Watch()
-    quiet(plugins=[FP4Precision()], max_steps=2).fit(model)
+    model = fitted(FP4Precision(), Watch()).lightning_module
     assert model.seen and not any(model.seen)
     assert torch._C._is_multithreading_enabled()
 
@@ -113,7 +108,7 @@ def test_backward_passes_stay_in_the_thread_that_calls_them(is_automatic):
 def test_manual_optimization_with_two_optimizers():
     model, plugin = GAN(), FP4Precision()
     before = [p.detach().clone() for p in model.parameters()]
-    quiet(max_steps=6, plugins=[plugin]).fit(model)
+    fitted(plugin, model, max_steps=6)
     assert plugin.step == 6, "each step of each optimizer counts"
     for old, (name, new) in zip(before, model.named_parameters(), strict=True):
         assert torch.isfinite(new).all()
@@ -129,18 +124,15 @@ def test_clips_by_norm_and_by_value():
                 self.norm = torch.nn.utils.get_total_norm(gradients).item()
                 self.largest = max(g.abs().max().item() for g in gradients)
 
-    model = Watch()
-    quiet(plugins=[FP4Precision()], max_steps=3, gradient_clip_val=1e-3).fit(model)
-    assert model.norm == pytest.approx(1e-3, rel=1e-3)
-    model = Watch()
-    quiet(plugins=[FP4Precision()], max_steps=3, gradient_clip_val=1e-4, gradient_clip_algorithm="value").fit(model)
-    assert model.largest == pytest.approx(1e-4, rel=1e-3)
+    by_norm = fitted(FP4Precision(), Watch(), gradient_clip_val=1e-3)
+    assert by_norm.lightning_module.norm == pytest.approx(1e-3, rel=1e-3)
+    by_value = fitted(FP4Precision(), Watch(), gradient_clip_val=1e-4, gradient_clip_algorithm="value")
+    assert by_value.lightning_module.largest == pytest.approx(1e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
-def test_batches_keep_their_dtype(dtype):
-    batch = {"x": torch.ones(2, dtype=dtype)}
-    assert FP4Precision().convert_input(batch)["x"].dtype == dtype
+def test_batches_keep_their_dtype():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        assert FP4Precision().convert_input({"x": torch.ones(2, dtype=dtype)})["x"].dtype == dtype
 
 
 def test_transformer_encoder_is_quantized_in_evaluation_too():
@@ -157,16 +149,15 @@ def test_transformer_encoder_is_quantized_in_evaluation_too():
 
 def test_training_goes_on_without_the_plugin_after_a_warning_and_with_delayed_scaling_not_at_all():
     for casts in ("nvfp4", "fp8-delayed"):
-        model = BoringModel()
-        quiet(plugins=[LowBitPrecision(casts)]).fit(model)
+        model = fitted(LowBitPrecision(casts), BoringModel()).lightning_module
         told = "goes on in low precision without the precision plugin that converted the model"
         if casts == "nvfp4":
             with pytest.warns(UserWarning, match=told):
-                quiet().fit(model)
+                fitted(None, model)
         else:
             with pytest.raises(ValueError, match=f"{told}.*amaxes would stay those of the last step"):
-                quiet().fit(model)
+                fitted(None, model)
         model.eval()(torch.ones(2, 32))  # says nothing
         model.train()
-        quiet(plugins=[LowBitPrecision(casts)]).fit(model)
-        quiet().fit(convert(model, "bf16"))
+        fitted(LowBitPrecision(casts), model)
+        fitted(None, convert(model, "bf16"))
