@@ -187,19 +187,22 @@ class Witness(Callback):
         return torch.tensor([0.0] * (length - len(amaxes)) + amaxes)
 
 
-def assert_histories(found, witness, length):
-    """The histories of a checkpoint are what the steps saw, to the bit."""
+def assert_histories(saved, witness, length, in_force=None):
+    """The amaxes of a plugin's state are what the steps saw, to the bit; each pass scaled by the largest before it.
+
+    Args:
+        length: of the histories.
+        in_force: the number of steps that a pass scales by, if they are fewer.
+    """
+    found = saved["amax_history"]
     assert found, "there are no histories"
     for key, history in found.items():
         expected = witness.history(key, length)
         assert torch.equal(history, expected), f"{key} holds {history.tolist()}, the steps saw {expected.tolist()}"
-
-
-def assert_in_force(found, witness, length):
-    """Each pass scaled by the largest amaxes of the steps before it."""
-    for key in found:
         name, operand = key.split("/")
         assert witness.in_force[name], f"{name} has not been trained"
         for steps, amaxes in witness.in_force[name]:
-            amax, expected = amaxes[OPERANDS.index(operand)], witness.history(key, length, steps).max()
+            amax, expected = amaxes[OPERANDS.index(operand)], witness.history(key, in_force or length, steps).max()
             assert amax == expected, f"{key} is scaled by {amax} after {steps} steps, not {expected}"
+    for name, amax in saved["channel_amax"].items():
+        assert torch.equal(amax, witness.channels[name]), "the channels are not those of the last step"
