@@ -151,10 +151,6 @@ def test_a_static_scale_stays_and_skips_nonetheless(cls, scale):
     assert state_of(scaler)[0] == float32(scale)
 
 
-def test_a_static_scale_begins_at_that_of_torch():
-    assert make(StaticGradScaler).get_scale() == 2.0**16
-
-
 @each("kind", CLASSES)
 @each(("given_scale", "becomes"), [(100.0, 100), (1e9, 4096), (1e-3, 2), (4096.0, 4096)])
 def test_a_scale_by_hand_has_the_same_bounds(kind, given_scale, becomes):
@@ -199,17 +195,17 @@ def test_several_optimizers_share_a_scale():
     assert state_of(scaler) == (32, -1), "two optimizers with an infinity are one overflow"
 
 
-@pytest.mark.parametrize(
-    ("preset", "expected"),
-    [("default", (2.0**16, 2000, 1)), ("tiny-loss", (2.0**18, 2000, 1)), ("quantized-fine-tuning", (2.0**17, 200, 2))],
+@each(
+    ("preset", "scale", "interval", "hysteresis"),
+    [("default", 2.0**16, 2000, 1), ("tiny-loss", 2.0**18, 2000, 1), ("quantized-fine-tuning", 2.0**17, 200, 2)],
 )
-def test_presets(preset, expected):
+def test_presets(preset, scale, interval, hysteresis):
     def found(**arguments):
         scaler = make(ConservativeGradScaler, preset=preset, **arguments)
         return scaler.get_scale(), scaler.get_growth_interval(), scaler.hysteresis
 
-    scale, interval, hysteresis = expected
-    assert found() == expected and preset in PRESETS and len(PRESETS) == 3
+    assert found() == (scale, interval, hysteresis) and preset in PRESETS and len(PRESETS) == 3
     assert found(init_scale=8) == (8, interval, hysteresis), "what is given goes before the preset"
     assert found(growth_interval=7) == (scale, 7, hysteresis)
     assert found(hysteresis=5) == (scale, interval, 5)
+    assert make(StaticGradScaler).get_scale() == 2.0**16, "it begins where torch's does"

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -28,47 +29,35 @@ REMEMBERING = {"growth_factor": 2, "growth_interval": 3, "cooldown": 1, "hystere
 LONG = steps("..x.....xx....xxx......x")
 
 
-def saved_and_loaded(state, path):
-    torch.save(state, path)
-    return torch.load(path, weights_only=True)
+def through_state(scaler, path, before=""):
+    torch.save(scaler.state_dict(), path)
+    other = make(type(scaler), **REMEMBERING)
+    list(drive(other, steps(before)))
+    other.load_state_dict(torch.load(path, weights_only=True))
+    return other
 
 
-def through_state(scaler, path):
-    fresh = make(type(scaler), **REMEMBERING)
-    fresh.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
-    return fresh
-
-
-def through_state_of_a_used_one(scaler, path):
-    used = make(type(scaler), **REMEMBERING)
-    list(drive(used, steps("xxx..")))
-    used.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
-    return used
-
-
-def through_deepcopy(scaler, path):
-    return copy.deepcopy(scaler)
-
-
-def through_pickle(scaler, path):
-    return pickle.loads(pickle.dumps(scaler))
+THROUGH = {
+    "state": through_state,
+    "state of a used one": partial(through_state, before="xxx.."),
+    "deepcopy": lambda scaler, _: copy.deepcopy(scaler),
+    "pickle": lambda scaler, _: pickle.loads(pickle.dumps(scaler)),
+}
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("cls", [ConservativeGradScaler, ShardedConservativeGradScaler])
-@pytest.mark.parametrize(
-    "through", [through_state, through_state_of_a_used_one, through_deepcopy, through_pickle], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("through", THROUGH)
 def test_a_resumed_run_is_the_uninterrupted_one(cls, through, tmp_path):
     expected = list(drive(make(cls, **REMEMBERING), LONG))
     for cut in range(len(LONG)):
         scaler = make(cls, **REMEMBERING)
         found = list(drive(scaler, LONG[:cut]))
-        resumed = through(scaler, tmp_path / "state.pt")
+        resumed = THROUGH[through](scaler, tmp_path / "state.pt")
         assert resumed is not scaler
         if cut:
             list(drive(scaler, steps("xx")))  # the first one goes on by itself
-        assert [*found, *drive(resumed, LONG[cut:])] == expected, f"cut before step {cut}, {through.__name__}"
+        assert [*found, *drive(resumed, LONG[cut:])] == expected, f"cut before step {cut}"
 
 
 def test_a_state_of_torch_and_back():
@@ -99,39 +88,30 @@ def test_settings_are_those_of_the_constructor():
     assert floored.get_scale() == 2.0**21
 
 
-def test_a_tracker_beyond_a_shorter_interval_still_grows():
-    saved = make(ConservativeGradScaler, growth_interval=50)
-    list(drive(saved, [False] * 40))
-    for used in (False, True):
-        scaler = make(ConservativeGradScaler, growth_interval=5, growth_factor=2)
-        if used:
-            list(drive(scaler, [False]))
-        scaler.load_state_dict(saved.state_dict())
-        assert list(drive(scaler, steps(".."))) == [(2.0**17, 0), (2.0**17, 1)], "the first step reaches the interval"
-
-
-def test_a_cooldown_from_a_checkpoint_is_not_longer_than_this_one():
-    saved = make(ConservativeGradScaler, growth_interval=2000)
-    list(drive(saved, [True]))
-    scaler = make(ConservativeGradScaler, growth_interval=5, cooldown=2, growth_factor=2)
-    scaler.load_state_dict(saved.state_dict())
-    found = [scale for scale, _ in drive(scaler, [False] * 7)]
-    assert found == [2.0**15] * 6 + [2.0**16], "cooldown=2 and an interval of 5 are at most 7 steps"
-
-
-def test_hysteresis_of_a_checkpoint_is_at_most_that_of_the_run():
-    saved = make(ConservativeGradScaler, hysteresis=5)
+@each(
+    "saved, before, run, used, after, scales",
+    [
+        # A tracker beyond a shorter interval: the first step reaches the interval.
+        ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, "", "..", [17, 17]),
+        ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, ".", "..", [17, 17]),
+        # A cooldown of 2 and an interval of 5 are at most 7 steps, and hysteresis is at most that of the run.
+        ({}, "x", {"growth_interval": 5, "cooldown": 2, "growth_factor": 2}, "", "." * 7, [15] * 6 + [16]),
+        ({"hysteresis": 5}, "", {"hysteresis": 2}, "", "xx", [16, 15]),
+    ],
+)
+def test_counters_of_a_checkpoint_have_the_bounds_of_the_run(saved, before, run, used, after, scales):
+    saved, scaler = make(ConservativeGradScaler, **saved), make(ConservativeGradScaler, **run)
     saved.scale(torch.zeros(()))
-    scaler = make(ConservativeGradScaler, hysteresis=2)
+    list(drive(saved, steps(before)))
+    list(drive(scaler, steps(used)))
     scaler.load_state_dict(saved.state_dict())
-    assert [scale for scale, _ in drive(scaler, steps("xx"))] == [2.0**16, 2.0**15]
+    assert [scale for scale, _ in drive(scaler, steps(after))] == [2.0**exponent for exponent in scales]
 
 
-@pytest.mark.parametrize("cls", [ConservativeGradScaler, StaticGradScaler, GradientNormGradScaler])
-def test_an_empty_state_raises_as_torch_does(cls):
-    scaler = make(cls)
-    with pytest.raises(RuntimeError, match="source state dict is empty"):
-        scaler.load_state_dict({})
+def test_an_empty_state_raises_as_torch_does():
+    for cls in (ConservativeGradScaler, StaticGradScaler, GradientNormGradScaler):
+        with pytest.raises(RuntimeError, match="source state dict is empty"):
+            make(cls).load_state_dict({})
 
 
 class HostReads(TorchDispatchMode):
