@@ -75,13 +75,14 @@ def outcome(path):
     return "restored"
 
 
-def outcomes(count, seed, checkpoints, folder):
-    draw, counts, path = random.Random(seed), Counter[str](), folder / "damaged.ckpt"
+@pytest.mark.parametrize(("count", "seed"), [(60, 0), pytest.param(2000, 1, marks=pytest.mark.slow)])
+def test_a_changed_entry_is_refused_or_restored(checkpoints, tmp_path, count, seed):
+    draw, counts, path = random.Random(seed), Counter[str](), tmp_path / "damaged.ckpt"
     whole = {kind: torch.load(file, weights_only=True) for kind, file in checkpoints.items()}
     for number in range(count):
         kind = draw.choice(KINDS)
         if number % 8 == 0:
-            content = bytearray(checkpoints[kind].read_bytes())
+            content = checkpoints[kind].read_bytes()
             path.write_bytes(content[: draw.randrange(len(content))])
         else:
             torch.save(edit(copy.deepcopy(whole[kind]), draw), path)
@@ -90,17 +91,7 @@ def outcomes(count, seed, checkpoints, folder):
         except BaseException as error:
             error.add_note(f"case {number} of the seed {seed}: {kind}")
             raise
-    return counts
-
-
-def test_a_changed_entry_is_refused_or_restored(checkpoints, tmp_path):
-    counts = outcomes(60, 0, checkpoints, tmp_path)
     assert min(counts["error"], counts["restored"]) >= 5, counts
-
-
-@pytest.mark.slow
-def test_any_changed_entry_is_refused_or_restored(checkpoints, tmp_path):
-    outcomes(2000, 1, checkpoints, tmp_path)
 
 
 @each(
