@@ -27,7 +27,6 @@ COUNTED = {
 
 
 def both(plugin, **kwargs):
-    """A Trainer of all ranks."""
     defaults = {
         "devices": RANKS,
         "strategy": "ddp",
@@ -69,7 +68,6 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(plugin):
-    """Of a training run, and of evaluating it."""
     model, made = Regression(), both(plugin, limit_val_batches=2)
     with Collectives() as training:
         made.fit(model)

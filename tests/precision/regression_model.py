@@ -44,7 +44,6 @@ def state(plugin):
 
 
 def flat(model):
-    """All weights of a model."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -94,8 +93,7 @@ class Regression(LightningModule):
     def validation_step(self, batch, batch_idx):
         self.val_losses.append(self.loss(1000 + batch_idx, self.val_size).detach())
 
-    def test_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
+    test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
         return self.loss(2000 + batch_idx, self.val_size)

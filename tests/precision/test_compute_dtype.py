@@ -24,7 +24,6 @@ def cpu(bf16):
 
 
 def begin(told):
-    """As if nothing had been said."""
     told.clear()
     say_once.cache_clear()
 
@@ -117,8 +116,6 @@ def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plug
 
 
 def test_parameters_of_a_dtype_without_instructions_multiply_in_float32():
-    """Also where autocast is off."""
-
     class Narrow(Regression):
         def forward(self, x):
             return super().forward(x.bfloat16())

@@ -30,7 +30,6 @@ BY_DEFAULT = "the output layer: quantize_output=True quantizes it"
 
 
 def layers(plugin):
-    """Those that are quantized, by a checkpoint's record."""
     return {name for name, casts in state(plugin)["trained"]["layers"].items() if casts != "bf16"}
 
 
@@ -72,12 +71,6 @@ def test_what_is_left_out_is_said(told, make, quantized, is_said):
         assert why == (BY_DEFAULT if is_said else "left out by skip or only")
     convert(model, "nvfp4", skip=["head"])
     assert "quantize_output" not in str(Reasons(model).module_reason("head", model.head)), "of another conversion"
-
-
-def test_what_is_no_flag_is_refused():
-    for value in ("yes", 1):
-        with pytest.raises(ValueError, match="quantize_output is true or false; got"):
-            FP4Precision(quantize_output=value)
 
 
 @each(

@@ -66,14 +66,11 @@ def test_help_shows_the_arguments_behind_kwargs():
     assert "compute_dtype" in pydoc.render_doc(FP4Precision).split("Fully quantized training")[0]
 
 
-def test_casts_are_named_or_described():
+def test_casts_are_named_or_described_and_errors_of_lightning_name_the_plugin():
     casts = LinearCasts.preset("nvfp4")
     plugin = LowBitPrecision(casts, overrides={"up": LinearCasts(fprop_w=casts.fprop_w)})
     described = "<fprop(x=hp, w=e2m1/e4m3:1x16+fp32) dgrad(g=hp, w=hp) wgrad(g=hp, x=hp)>"
     assert repr(plugin) == f"LowBitPrecision('nvfp4', overrides={{'up': {described}}})"
-
-
-def test_errors_of_lightning_name_it():
     with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins=FP4Precision\('nvfp4'\)"):
         Trainer(accelerator="cpu", precision="16-mixed", plugins=[FP4Precision("nvfp4")])
 

@@ -20,8 +20,6 @@ class Recurrent(Regression):
 
 
 class GAN(LightningModule):
-    """Manual optimization with two optimizers."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False

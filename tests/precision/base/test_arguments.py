@@ -5,7 +5,6 @@ import yaml
 from torch import nn
 
 from lightning_lowbit import Cast, FP4Precision, LinearCasts, Scale, TernaryPrecision, pack_frozen
-from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
 from tests.lightning_imports import (
@@ -79,12 +78,6 @@ surrogate: {fprop_w: dge}
 """
 
 
-def check_casts_of_yaml(text):
-    """Whatever :meth:`LinearCasts.of` reads reaches the plugin through the command line of Lightning as it is."""
-    plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(text)}}
-    assert from_yaml(yaml.safe_dump({"plugins": plugin})).precision_plugin.casts == LinearCasts.of(yaml.safe_load(text))
-
-
 @each(
     "casts",
     [
@@ -97,16 +90,9 @@ def check_casts_of_yaml(text):
     ],
 )
 def test_casts_from_yaml(casts):
-    check_casts_of_yaml(casts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_from_yaml(name):
-    check_casts_of_yaml(name)
-    # Corrections need their rotation, and what is quantized again its operand in the forward pass.
-    others = "wgrad_g: null" if name == "quartet2" else "fprop_x: null, hadamard: {}"
-    check_casts_of_yaml(f"{{preset: {name}, {others}, dgrad_w: {{element: int4}}}}")
+    plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(casts)}}
+    found = from_yaml(yaml.safe_dump({"plugins": plugin})).precision_plugin
+    assert found.casts == LinearCasts.of(yaml.safe_load(casts))
 
 
 @each(
@@ -122,6 +108,8 @@ def test_every_preset_from_yaml(name):
         (lambda: FP4Precision(seed="a"), "seed is a whole number; got 'a'"),  # a checkpoint with it could not be read
         (lambda: FP4Precision(exact="no"), "exact is true or false; got 'no'"),
         (lambda: FP4Precision(quantize_before_gather="no"), "quantize_before_gather is true or false"),
+        (lambda: FP4Precision(quantize_output="yes"), "quantize_output is true or false; got 'yes'"),
+        (lambda: FP4Precision(quantize_output=1), "quantize_output is true or false; got 1"),
     ],
 )
 def test_bad_arguments(make, message):

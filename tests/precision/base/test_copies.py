@@ -231,7 +231,6 @@ def test_a_frozen_copy_passes_gradients_on_without_a_word(make):
 
 
 def test_plugins_that_earlier_versions_pickled_keep_their_arguments():
-    """All of their attributes were those of the plugin itself."""
     options = {"skip": ["head"], "only": None, "seed": 5, "exact": True, "shared_amax": ["q|k"]}
     plugin = FP8Precision(compute_dtype="fp16", overrides={"a": "int4"}, quantize_output=False, **options)
     former = {name: getattr(plugin, name) for name in ("casts", "overrides", "precision", "_origin", "_arguments")}

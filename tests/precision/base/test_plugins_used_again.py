@@ -125,7 +125,6 @@ def test_a_run_whose_state_is_gone_is_an_error(state, between):
 
 @some_states
 def test_another_trainer_evaluates_a_model_with_the_state_of_its_run(state):
-    """And the run may go on."""
     folds, whole = Folds(state), Folds(state)
     for one in (folds, whole):
         one.fit(0)

@@ -73,35 +73,25 @@ def uninterrupted(request, tmp_path_factory):
     return request.param, folder, train(request.param, folder)
 
 
-def assert_same(resumed, whole, step):
+@pytest.mark.fast("fp8-3-switches0", "fp4-7-switches3")
+@pytest.mark.parametrize(("step", "switches"), [(3, (SWITCH,)), (SWITCH, (SWITCH,)), (7, (SWITCH,)), (7, ())])
+def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step, switches):
+    """The phase is the checkpoint's, also without the callback."""
+    plugin, folder, whole = uninterrupted
+    assert set(whole.phases.values()) == {"fqt", "qaf"}
+    assert max(batch for _, batch in whole.losses) >= 2 * 7, "checkpoints must lie in mid-epoch"
+    resumed = train(plugin, tmp_path, folder / f"step={step}.ckpt", switches=switches)
     assert resumed.losses, "the resumed run did nothing"
     assert list(resumed.losses) == list(whole.losses_from(step)), "other batches than in the whole run"
     assert resumed.losses == whole.losses_from(step), f"losses after a resume at step {step} differ"
     assert resumed.phases == {place: whole.phases[place] for place in resumed.phases}
     assert torch.equal(resumed.weights, whole.weights), f"final weights after a resume at step {step} differ"
-
-
-@pytest.mark.fast("fp8-3")
-@pytest.mark.parametrize("step", [3, SWITCH, 7])
-def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step):
-    plugin, folder, whole = uninterrupted
-    assert set(whole.phases.values()) == {"fqt", "qaf"}
-    assert max(batch for _, batch in whole.losses) >= 2 * 7, "checkpoints must lie in mid-epoch"
-    resumed = train(plugin, tmp_path, folder / f"step={step}.ckpt")
-    assert_same(resumed, whole, step)
     found, expected = (
         torch.load(place / f"step={STEPS}.ckpt", weights_only=True)["lightning_lowbit"] for place in (tmp_path, folder)
     )
     for kind in ("amax_history", "channel_amax"):
         torch.testing.assert_close(found.pop(kind, {}), expected.pop(kind, {}), rtol=0, atol=0)
     assert found == expected
-
-
-@pytest.mark.fast("fp4")
-def test_the_phase_is_the_checkpoints_also_without_the_callback(uninterrupted, tmp_path):
-    plugin, folder, whole = uninterrupted
-    resumed = train(plugin, tmp_path, folder / "step=7.ckpt", switches=())
-    assert_same(resumed, whole, 7)
 
 
 @pytest.mark.fast("fp8-drop")

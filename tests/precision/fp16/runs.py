@@ -29,7 +29,7 @@ def static(scale=2.0**10):
 
 
 class Overflowing(Regression):
-    """Has gradients that are not finite in some steps: from their first micro-batch.
+    """Has gradients that are not finite from the first micro-batch of some steps on.
 
     Args:
         at: which steps.
@@ -98,7 +98,6 @@ def gradients(model):
 
 
 def train(plugin, model=None, steps=8, **kwargs):
-    """One epoch of as many steps."""
     seen = Steps()
     batches = steps * kwargs.get("accumulate_grad_batches", 1)
     made = fitted(plugin, model, max_steps=steps, limit_train_batches=batches, callbacks=[seen], **kwargs)
@@ -131,7 +130,6 @@ SCALERS = {
 
 
 def run(plugin, steps, model=None, **kwargs):
-    """Trains in epochs of one step, and leaves a checkpoint."""
     made = fitted(plugin, model or Overflowing(OVERFLOWS), max_steps=steps, limit_train_batches=1, **kwargs)
     made.save_checkpoint("x.ckpt")
     return made.lightning_module

@@ -1,4 +1,4 @@
-"""fp16 with other ways to train: manual optimization, several optimizers, closures."""
+"""fp16 with other ways to train: manual optimization, several optimizers, closures; and what is refused."""
 
 from functools import partial
 
@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW
 
-from lightning_lowbit import FP8Precision, LowBitPrecision, StableSPAM
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    FP4Precision,
+    FP8Precision,
+    LowBitPrecision,
+    ShardedConservativeGradScaler,
+    StableSPAM,
+)
 from tests.lightning_imports import MisconfigurationException, MixedPrecision
 from tests.precision.fp16.runs import MOVING, Overflowing, assert_same, fp16, moving, static, train
 from tests.precision.regression_model import Regression, fitted, flat, state, trainer
@@ -16,8 +23,6 @@ from tests.tables import each
 
 
 class Absent(Regression):
-    """Has no loss in some training steps."""
-
     def __init__(self, *absent):
         super().__init__()
         self.absent = absent
@@ -249,3 +254,33 @@ def test_fit_validate_fit_on_one_trainer():
     made.fit_loop.epoch_loop.max_steps = 4
     made.fit(model)
     assert (plugin.step, plugin.skipped_steps.item()) == (4, 1)
+
+
+@each(
+    ("arguments", "message"),
+    [
+        ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'auto'.* leave out scaler=ConservativeGradScaler, or"),
+        ({"compute_dtype": "fp32", "scaler": static()}, r"got 'fp32'.* leave out scaler=StaticGradScaler, or train"),
+        ({"compute_dtype": "fp16", "scaler": 2.0**16}, r"scaler is a torch.amp.GradScaler, or None; got 65536.0"),
+        ({"compute_dtype": "fp16", "scaler": GradScaler}, r"scaler is a torch.amp.GradScaler, or None; got <class"),
+        ({"compute_dtype": "fp16", "scaler": "default"}, r"scaler is a torch.amp.GradScaler, or None; got 'default'"),
+        (
+            {"compute_dtype": "fp16", "scaler": GradScaler("cpu", enabled=False)},
+            r"The scaler GradScaler is disabled, and fp16 needs one.* device='cpu'; or leave out enabled=False",
+        ),
+        (
+            {"compute_dtype": "fp16", "scaler": ConservativeGradScaler(device="cpu", enabled=False)},
+            r"The scaler ConservativeGradScaler is disabled",
+        ),
+    ],
+)
+def test_bad_arguments_say_what_to_do(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FP4Precision(**arguments)
+
+
+def test_a_sharded_scaler_needs_ranks():
+    model, needs = Regression(), r"ShardedConservativeGradScaler needs .*SingleDeviceStrategy has none.*asks all ranks"
+    with pytest.raises(MisconfigurationException, match=needs):
+        fitted(fp16(ShardedConservativeGradScaler(device="cpu")), model)
+    assert type(model.head) is torch.nn.Linear, "a refused model has been changed"

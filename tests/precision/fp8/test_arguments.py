@@ -6,14 +6,7 @@ from torch import nn
 from lightning_lowbit import Cast, FP8Precision, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS
 from tests.lightning_imports import BoringModel, from_yaml
-from tests.precision.regression_model import (
-    DOWN,
-    Regression,
-    Witness,
-    assert_histories,
-    fitted,
-    state,
-)
+from tests.precision.regression_model import DOWN, Regression, Witness, assert_histories, fitted, state
 from tests.tables import each
 
 DELAYED = {"block": "tensor", "source": "delayed"}

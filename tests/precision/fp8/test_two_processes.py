@@ -13,7 +13,6 @@ from tests.precision.regression_model import DOWN, LAYERS, Witness, assert_histo
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """What each of two processes made of everything."""
     return launch("tests.precision.ranks_ddp", RANKS, tmp_path_factory.mktemp("ddp"), *selected(request, "counted"))
 
 

@@ -68,9 +68,8 @@ def test_a_state_of_torch_and_back():
     ours.load_state_dict(theirs.state_dict())
     assert list(drive(ours, steps("..xx"))) == [(256, 5), (384, 0), (384, 0), (192, 0)]
     theirs.load_state_dict(ours.state_dict())
-    assert list(drive(theirs, steps("......"))) == [(192, n) for n in range(1, 6)] + [(288, 0)], (
-        "torch takes scale, tracker and settings of the state"
-    )
+    # torch takes scale, tracker and settings of the state
+    assert list(drive(theirs, steps("......"))) == [(192, n) for n in range(1, 6)] + [(288, 0)]
 
 
 def test_settings_are_those_of_the_constructor():

@@ -11,12 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision, PrecisionSwitch, TernaryPrecision
-from tests.lightning_imports import (
-    DDPStrategy,
-    MisconfigurationException,
-    ModelParallelStrategy,
-    quiet_trainer,
-)
+from tests.lightning_imports import DDPStrategy, MisconfigurationException, ModelParallelStrategy, quiet_trainer
 from tests.precision.regression_model import On, state
 from tests.precision.strategies.models import LONGEST, STEPS, UNEVEN, Odd, Small
 from tests.ranks import RANKS, FSDPOnCPU
@@ -135,7 +130,6 @@ def gradient_norms():
 
 
 def refusals():
-    """What is said where a strategy cannot honor a setting."""
     runs = {
         "an amax of flat buffers": (SHARED, fsdp(use_orig_params=False), {}),
         "gather_dtype, DDP": ({}, DDPStrategy(), {"gather_dtype": "bf16"}),
@@ -152,7 +146,6 @@ def refusals():
 
 
 def odd(strategy):
-    """The plugin's state after a run of such a model."""
     made = FP8Precision("delayed", compute_dtype="fp32")
     trainer(made, devices=RANKS, strategy=STRATEGIES[strategy][0](), max_steps=len(UNEVEN)).fit(
         Odd(shard=strategy == "FSDP2")
@@ -166,7 +159,6 @@ ODD = ("DDP", "FSDP1, FULL_SHARD", "FSDP2")
 
 
 def cases(strategies):
-    """Each strategy with each precision, and some with another optimizer."""
     pairs = [
         (name, precision, "StableSPAM")
         for name in strategies
