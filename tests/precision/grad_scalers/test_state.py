@@ -1,7 +1,9 @@
-"""State of the scalers: checkpoints, and no wait for the device."""
+"""State of the scalers: checkpoints, no wait for the device, and their former module."""
 
 import copy
+import importlib
 import pickle
+import sys
 from collections import Counter
 from functools import partial
 
@@ -13,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lightning_lowbit
 from lightning_lowbit import (
     ConservativeGradScaler,
     GradientNormGradScaler,
@@ -20,6 +23,7 @@ from lightning_lowbit import (
     ShardedGradientNormGradScaler,
     StaticGradScaler,
 )
+from lightning_lowbit.precision import grad_scalers
 from lightning_lowbit.precision.grad_scalers import overflow, share_overflow
 from tests.optim.parameters import NoHostSync
 from tests.precision.grad_scalers.scalers import INF, drive, make, steps
@@ -182,3 +186,13 @@ def test_nothing_is_copied_from_the_host():
             share_overflow(scaler, optimizer, parameter.device, over_ranks=False)
             assert overflow(scaler, optimizer) is not None
             scaler.update()
+
+
+def test_the_former_module_of_the_scalers_warns_and_has_the_same_classes():
+    sys.modules.pop("lightning_lowbit.scalers", None)
+    with pytest.warns(DeprecationWarning, match="import scalers from lightning_lowbit"):
+        former = importlib.import_module("lightning_lowbit.scalers")
+    names = [name for name in lightning_lowbit.__all__ if name.endswith("GradScaler")]
+    assert len(names) == 6
+    for name in names:
+        assert getattr(former, name) is getattr(lightning_lowbit, name) is getattr(grad_scalers, name)
