@@ -40,7 +40,6 @@ def both(plugin, **kwargs):
 
 
 def histories(smooth):
-    """A run with validation between micro-batches, and what a witness on this rank saw."""
     model, witness = Regression(val_size=100.0), Witness()
     plugin = FP8Precision(history=HISTORY, smooth_swiglu=smooth, compute_dtype="fp32")
     both(plugin, callbacks=[witness], val_check_interval=3, limit_val_batches=1).fit(model)

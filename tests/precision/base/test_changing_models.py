@@ -70,7 +70,6 @@ CHANGES = [
 
 
 def fit(told, model, *callbacks, **kwargs):
-    """Trains, and returns what is said of layers."""
     told.clear()
     options = {"max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 0}
     plugin = kwargs.pop("plugin", FP4Precision("nvfp4", skip=["layer.4"], compute_dtype="bf16"))

@@ -12,8 +12,6 @@ LOST = "This plugin has been used with another model since it trained this one"
 
 
 def change_by(change):
-    """Changes the state of the plugin in the second step."""
-
     def start(trainer, *_):
         if trainer.global_step == 1:
             change(trainer.precision_plugin)

@@ -92,7 +92,6 @@ def train(plugin, path, change=None):
 
 
 def in_the_midst(plugin):
-    """What a run changes: the phase, λ, and the casts of a layer."""
     plugin.set_casts({"up_proj": "mxfp4"})
     plugin.set_phase("qaf")
     plugin.set_blend(0.5)

@@ -21,7 +21,6 @@ from tests.tables import each
 
 
 def saved(plugin):
-    """A model trained for two steps, and its checkpoint."""
     run = fitted(plugin)
     run.save_checkpoint("x.ckpt")
     return run.lightning_module

@@ -121,8 +121,6 @@ def test_a_run_resumed_where_it_changes(scaler):
 
 
 class Setting(Callback):
-    """Gives the plugin another scaler, or the scaler another scale, after some steps."""
-
     def on_train_batch_start(self, trainer, *_):
         plugin = trainer.precision_plugin
         if trainer.global_step == 4:

@@ -132,7 +132,6 @@ class HostReads(TorchDispatchMode):
 
 
 def host_reads(scaler, make_optimizer, overflowed):
-    """How often the host waits in each part of a step."""
     parameters = [Parameter(torch.ones(3)), Parameter(torch.ones(2, 2)), Parameter(torch.ones(1))]
     optimizer = make_optimizer(parameters)
     reads = {}

@@ -117,8 +117,6 @@ def changed(what):
 
 
 def gradient_norms():
-    """The gradient norms that the model logs under DDP and FSDP1, without a plugin that knows either."""
-
     def norms(strategy):
         seen = []
         note = On(on_train_batch_end=lambda trainer, *_: seen.append(trainer.callback_metrics["grad_norm"]))
