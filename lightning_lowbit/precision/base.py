@@ -387,8 +387,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Runs the backward pass, with its products in float32 where the forward pass had them so. It stays in this
-        thread: in another one, the Python of layers takes up to twice as long on the host of a GPU."""
+        """Runs the backward pass in this thread: in another, the Python of layers takes up to twice as long."""
         with self._layers.products(), torch.autograd.set_multithreading_enabled(False):
             super().backward(tensor, model, *args, **kwargs)
 
@@ -444,8 +443,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.save(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes from the checkpoint what the arguments leave open, and loads the plugin's state; a ``ValueError`` if it
-        is damaged or does not fit the model."""
+        """Takes what the arguments leave open, and loads the state; ``ValueError`` if it does not fit the model."""
         trained, model = Trained.of(checkpoint), self._layers.model
         if trained is not None and model is not None and self._follow(trained, self._state.outputs.left):
             self.histories = None
@@ -458,8 +456,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.load_checkpoint(checkpoint, self.casts)
 
     def _follow(self, trained: Trained, left: frozenset[str]) -> bool:
-        """Takes from a checkpoint's record what the arguments leave open; returns whether that changes anything. Output
-        layers ``left`` would be left out."""
+        """Takes from a record what the arguments leave open; returns whether that changes a plan without ``left``."""
         has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
         is_other = not has_dtype and self._state.compute.follow(trained.compute_dtype, self._layers.device)
         self.precision = self._state.compute.precision

@@ -42,8 +42,7 @@ class CoverageLine:
 
 
 def weights_line(model: nn.Module) -> str:
-    """Says which share of a model's matrices quantized layers hold, and why not the rest; nothing from half of it on,
-    or if no layer is meant to be quantized."""
+    """Says why less than half of a model's matrices are in quantized layers, if some are meant to be; else nothing."""
     if not any(isinstance(m, QuantizedLayer) and m.full_casts != LinearCasts() for m in model.modules()):
         return ""
     amounts, examples = Counter[str](), dict[str, str]()  # by reason, "" if there is none

@@ -45,11 +45,6 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
     return torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).sum() > 0
 
 
-def loss_factor(norm: Tensor, threshold: float) -> Tensor:
-    """α = clamp(1 + (1 - ‖g‖ / threshold), 1, 2): up to twice the loss while gradients are small."""
-    return (2 - norm / threshold).clamp(1, 2)
-
-
 class ConservativeGradScaler(GradScaler):
     """torch's ``GradScaler`` with a floor, a cap, a cool-down and hysteresis, for training in fp16.
 
@@ -213,7 +208,7 @@ class GradientNormGradScaler(ConservativeGradScaler):
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             scale, _ = self._check_scale_growth_tracker("unscale_")
-            factor = loss_factor(_norm(parameters, scale.device), self.threshold)
+            factor = (2 - _norm(parameters, scale.device) / self.threshold).clamp(1, 2)
             for parameter in parameters:
                 if parameter.grad is not None:
                     gradient = local(parameter.grad)

@@ -124,8 +124,7 @@ class RunLayers:
         self._model = weakref.ref(model)
 
     def convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], dtype: torch.dtype) -> None:
-        """Converts the layers of a model in place, by name; the state of a run that continues is kept. A ``ValueError``
-        leaves the model as it is. ``dtype`` is that of everything that is not quantized."""
+        """Converts layers in place, and keeps the state of a run that continues; ``dtype`` is that of all else."""
         check_backend(planned, self.backend, self.exact, self.device)
         autocast_dtype = None if dtype == torch.float32 else dtype
         self._dtypes = {dtype, *(parameter.dtype for parameter in model.parameters())}
@@ -254,8 +253,7 @@ class RunLayers:
 
     @contextmanager
     def forward_context(self, dtype: torch.dtype, rank: int = 0, in_use: bool = True) -> Generator[None, None, None]:
-        """Context of a forward pass: random keys of a micro-batch and data-parallel rank, shared amaxes, and autocast.
-        Recording is off; ``in_use`` says whether operands are scaled by histories."""
+        """Context of a forward pass that is not recorded; ``in_use``: histories scale operands."""
         self._prepare(rank, in_use)
         if self._gathers is not None:
             self._gathers.prepare()

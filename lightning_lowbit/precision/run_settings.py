@@ -61,8 +61,7 @@ _INSTEAD = {
 
 
 def checked_run(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
-    """Returns a module and its Trainer. Raises ``MisconfigurationException`` outside a Trainer, and for strategies and
-    callbacks that do not go with a plugin."""
+    """Returns the Trainer and the module; ``MisconfigurationException`` for what does not go with a plugin."""
     name = type(plugin).__name__
     trainer = getattr(module, "_trainer", None)
     if trainer is None or not isinstance(module, LightningModule):
@@ -239,8 +238,7 @@ class Runs:
         return 1 if self.trainer is None else data_ranks(self.trainer)
 
     def warn_of_ranks(self, before: int) -> None:
-        """Warns where delayed scaling goes on with another number of data-parallel ranks: a mean over fewer rows has
-        larger gradients, and nothing else tells of them."""
+        """Warns of another number of data-parallel ranks: a mean over fewer rows has larger gradients."""
         if self.trainer is not None and not self.is_evaluating and before != self.ranks:
             rank_zero_warn(
                 f"The checkpoint was trained on {before} data-parallel ranks, and this run has {self.ranks}. "

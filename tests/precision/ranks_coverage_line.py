@@ -20,30 +20,33 @@ class Special(nn.Linear):
         return super().forward(input)
 
 
-class Covered(LightningModule):
-    """256 of 2560 weights are quantized."""
+class Model(LightningModule):
+    """Tokens ``[2, 8, 16]`` through ``nn.Linear(16, 16)`` and what is to be counted."""
 
-    def __init__(self):
+    def __init__(self, *rest):
         super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.block = nn.Sequential(Special(16, 64), nn.ReLU(), Special(64, 16), Special(16, 16))
+        self.first, self.rest = nn.Linear(16, 16), nn.Sequential(*rest)
 
     def configure_model(self):
         if self.device_mesh is not None:
-            fully_shard(self.block, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+            for part in (self.rest, self):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, x):
-        return self.block(self.first(x))
+        return self.rest(self.first(x))
 
     def training_step(self, batch):
-        return self(batch).square().mean()
+        return self(batch).float().square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader(torch.ones(8, 16), batch_size=2)
+        return DataLoader(torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def special():
+    return nn.Sequential(Special(16, 64), nn.ReLU(), Special(64, 16))
 
 
 def work():
@@ -53,8 +56,8 @@ def work():
         handler = logging.Handler()
         handler.emit = lambda record, told=told: told.append(record.getMessage())
         rank_zero.log.addHandler(handler)
-        plugin = FP4Precision("nvfp4")
-        quiet_trainer(plugin, max_steps=2, devices=RANKS, strategy=STRATEGIES[name]()).fit(Covered())
+        model = Model(special(), Special(16, 16))  # 256 of 2560 weights are quantized
+        quiet_trainer(FP4Precision("nvfp4"), max_steps=2, devices=RANKS, strategy=STRATEGIES[name]()).fit(model)
         rank_zero.log.removeHandler(handler)
         results[name] = [text for text in told if "quantized layers" in text]
     return results

@@ -27,7 +27,6 @@ COUNTED = {
 
 
 def both(plugin, **kwargs):
-    """A Trainer of all ranks."""
     defaults = {
         "devices": RANKS,
         "strategy": "ddp",
@@ -41,7 +40,6 @@ def both(plugin, **kwargs):
 
 
 def histories(smooth):
-    """A run with validation between micro-batches, and what a witness on this rank saw."""
     model, witness = Regression(val_size=100.0), Witness()
     plugin = FP8Precision(history=HISTORY, smooth_swiglu=smooth, compute_dtype="fp32")
     both(plugin, callbacks=[witness], val_check_interval=3, limit_val_batches=1).fit(model)
@@ -69,7 +67,6 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(plugin):
-    """Of a training run, and of evaluating it."""
     model, made = Regression(), both(plugin, limit_val_batches=2)
     with Collectives() as training:
         made.fit(model)

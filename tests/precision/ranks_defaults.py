@@ -11,21 +11,13 @@ import torch
 from lightning_lowbit import FP4Precision
 from lightning_lowbit.precision import run_settings
 from lightning_lowbit.units import cpu_without
-from tests.lightning_imports import NAME, Callback
+from tests.lightning_imports import NAME
 from tests.precision.checkpoints.ranks import STRATEGIES, Regression, _in_place
+from tests.precision.regression_model import On
 from tests.ranks import RANKS, trainer
 
 
-class Keep(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, *_):
-        trainer.save_checkpoint(self.path)
-
-
 def fit(name, plugin, *callbacks, ckpt_path=None):
-    """All weights after one step, or after the second one."""
     make, cut = STRATEGIES[name]
     model = Regression(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), cut)
     steps = 2 if ckpt_path else 1
@@ -38,7 +30,7 @@ def fit(name, plugin, *callbacks, ckpt_path=None):
 def run(name):
     """A run of a plugin that quantizes everything, one with defaults alone, and two that resume the first."""
     path, first, fresh = f"{name}.ckpt", FP4Precision(quantize_output=True, compute_dtype="fp32"), FP4Precision()
-    fit(name, first, Keep(path))
+    fit(name, first, On(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(path)))
     run_settings.say_once = (told := list[str]()).append
     fit(name, fresh)
     resumed = [FP4Precision(), FP4Precision(quantize_output=True)]

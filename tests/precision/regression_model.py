@@ -23,6 +23,13 @@ def trainer(plugin, **kwargs):
     return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
 
 
+def fitted(plugin, model=None, ckpt_path=None, **kwargs):
+    """A Trainer that has trained a model, which is its ``lightning_module``."""
+    run = trainer(plugin, **kwargs)
+    run.fit(Regression() if model is None else model, ckpt_path=ckpt_path)
+    return run
+
+
 def two_casts():
     """A plugin that rounds one operand of each pass: the cheapest one of which all phases differ."""
     cast = Cast("int8", Scale("fp32", "tensor"))
@@ -37,7 +44,6 @@ def state(plugin):
 
 
 def flat(model):
-    """All weights of a model."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -87,8 +93,7 @@ class Regression(LightningModule):
     def validation_step(self, batch, batch_idx):
         self.val_losses.append(self.loss(1000 + batch_idx, self.val_size).detach())
 
-    def test_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
+    test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
         return self.loss(2000 + batch_idx, self.val_size)
@@ -100,6 +105,13 @@ class Regression(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+class On(Callback):
+    """Does something in hooks: ``On(on_train_end=lambda trainer, *_: trainer.save_checkpoint("x.ckpt"))``."""
+
+    def __init__(self, **actions):
+        vars(self).update(actions)
 
 
 class Ramp(Callback):
@@ -173,19 +185,22 @@ class Witness(Callback):
         return torch.tensor([0.0] * (length - len(amaxes)) + amaxes)
 
 
-def assert_histories(found, witness, length):
-    """The histories of a checkpoint are what the steps saw, to the bit."""
+def assert_histories(saved, witness, length, in_force=None):
+    """The amaxes of a plugin's state are what the steps saw, to the bit; each pass scaled by the largest before it.
+
+    Args:
+        length: of the histories.
+        in_force: the number of steps that a pass scales by, if they are fewer.
+    """
+    found = saved["amax_history"]
     assert found, "there are no histories"
     for key, history in found.items():
         expected = witness.history(key, length)
         assert torch.equal(history, expected), f"{key} holds {history.tolist()}, the steps saw {expected.tolist()}"
-
-
-def assert_in_force(found, witness, length):
-    """Each pass scaled by the largest amaxes of the steps before it."""
-    for key in found:
         name, operand = key.split("/")
         assert witness.in_force[name], f"{name} has not been trained"
         for steps, amaxes in witness.in_force[name]:
-            amax, expected = amaxes[OPERANDS.index(operand)], witness.history(key, length, steps).max()
+            amax, expected = amaxes[OPERANDS.index(operand)], witness.history(key, in_force or length, steps).max()
             assert amax == expected, f"{key} is scaled by {amax} after {steps} steps, not {expected}"
+    for name, amax in saved["channel_amax"].items():
+        assert torch.equal(amax, witness.channels[name]), "the channels are not those of the last step"

@@ -10,7 +10,7 @@ from tests.launch import launch
 from tests.lightning_imports import from_yaml
 from tests.operations import Operations
 from tests.precision.checkpoints.ranks import RANKS
-from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.precision.regression_model import Regression, fitted, flat, state, trainer
 from tests.tables import each
 
 pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
@@ -24,7 +24,6 @@ def cpu(bf16):
 
 
 def begin(told):
-    """As if nothing had been said."""
     told.clear()
     say_once.cache_clear()
 
@@ -74,7 +73,6 @@ def test_others_are_refused_with_what_to_give(name, message):
     "plugin, text, dtype",
     [
         ("FP4Precision", "auto", BF16),
-        ("FP8Precision", "32", FP32),
         ("TernaryPrecision", "'32'", FP32),
         ("IntegerPrecision", "32-true", FP32),
         ("LowBitPrecision", "16", FP16),
@@ -89,13 +87,10 @@ def test_a_recipe_has_the_same_names(plugin, text, dtype):
 @each("has, dtype", [(True, BF16), (False, FP32)])
 def test_auto_is_bf16_where_the_cpu_has_it(told, has, dtype):
     begin(told)
-    found, same = Regression(), Regression()
     plugin = TernaryPrecision()
-    run = trainer(plugin)
     with cpu(has):
-        run.fit(found)
-        trainer(TernaryPrecision(compute_dtype=dtype)).fit(same)
-    assert torch.equal(flat(found), flat(same))
+        run, same = fitted(plugin), fitted(TernaryPrecision(compute_dtype=dtype))
+    assert torch.equal(flat(run.lightning_module), flat(same.lightning_module))
     assert plugin.compute_dtype == dtype and run.precision == plugin.precision
     assert state(plugin)["trained"]["compute_dtype"] == ("bf16" if has else "fp32")
     expected = [] if has else ["compute_dtype='auto': float32, as this CPU has no bf16 instructions."]
@@ -109,10 +104,10 @@ def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plug
     """In both passes, whether a layer is converted or not."""
 
     def train(*lacking):
-        model, casts = Regression(recompute=recompute), plugin.casts
+        same = LowBitPrecision(plugin.casts, skip=plugin.skip, compute_dtype=dtype)
         with cpu_without(*lacking), Operations() as seen:
-            trainer(LowBitPrecision(casts, skip=plugin.skip, compute_dtype=dtype)).fit(model)
-        return flat(model), seen.dtypes
+            run = fitted(same, Regression(recompute))
+        return flat(run.lightning_module), seen.dtypes
 
     (expected, native), (found, wide) = train(), train(dtype)
     assert dtype in native and wide == {FP32}
@@ -121,14 +116,12 @@ def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plug
 
 
 def test_parameters_of_a_dtype_without_instructions_multiply_in_float32():
-    """Also where autocast is off."""
-
     class Narrow(Regression):
         def forward(self, x):
             return super().forward(x.bfloat16())
 
     with cpu_without(BF16), Operations() as seen:
-        trainer(LowBitPrecision("bf16", compute_dtype="fp32")).fit(Narrow().bfloat16())
+        fitted(LowBitPrecision("bf16", compute_dtype="fp32"), Narrow().bfloat16())
     assert seen.dtypes == {FP32}
 
 
@@ -145,52 +138,43 @@ def test_devices_are_asked_for_their_own_instructions(monkeypatch):
 @each("trained, has", [("bf16", False), ("fp32", True), ("fp32", False), ("bf16", True)])
 def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(told, tmp_path, trained, has):
     path = tmp_path / f"{trained}.ckpt"
-    first = trainer(FP8Precision(compute_dtype=trained), max_steps=1)
     with cpu(True):
-        first.fit(Regression())
-    first.save_checkpoint(path)
+        fitted(FP8Precision(compute_dtype=trained), max_steps=1).save_checkpoint(path)
     with cpu(has):
         weights = []
         for asked in ("auto", trained):
             begin(told)
-            model, plugin = Regression(), FP8Precision(compute_dtype=asked)
-            run = trainer(plugin)
-            run.fit(model, ckpt_path=path)
-            weights.append(flat(model))
+            run = fitted(plugin := FP8Precision(compute_dtype=asked), ckpt_path=path)
+            weights.append(flat(run.lightning_module))
             assert state(plugin)["trained"]["compute_dtype"] == trained
             assert run.precision == plugin.precision
-            if asked == "auto":
-                follows = any("as the checkpoint was trained" in line for line in told.messages)
-                assert follows == ((trained == "bf16") != has), told.messages
-                is_slow = any("no instructions for torch.bfloat16" in line for line in told.messages)
-                assert is_slow == (trained == "bf16" and not has)
+            follows = any("as the checkpoint was trained" in line for line in told.messages)
+            assert follows == (asked == "auto" and (trained == "bf16") != has), told.messages
+            is_slow = any("no instructions for torch.bfloat16" in line for line in told.messages)
+            assert is_slow == (trained == "bf16" and not has)
         assert torch.equal(*weights)
         evaluation = trainer(FP8Precision(), limit_val_batches=1)  # another dtype would be an error
         evaluation.validate(Regression(), ckpt_path=path, verbose=False)
         assert state(evaluation.precision_plugin)["trained"]["compute_dtype"] == trained
         assert LowBitPrecision.from_checkpoint(path).trained.compute_dtype == trained
-        trainer(plugin := FP8Precision(), max_steps=1).fit(restore(Regression(), path).train())
+        fitted(plugin := FP8Precision(), restore(Regression(), path).train(), max_steps=1)
         assert plugin.trained.compute_dtype == trained, "a restored model"
 
 
 def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(tmp_path):
+    bf16, fp16 = tmp_path / "bf16.ckpt", tmp_path / "fp16.ckpt"
     with cpu(True):
-        first = trainer(FP8Precision(compute_dtype="bf16"), max_steps=1)
-        first.fit(Regression())
-        first.save_checkpoint(path := tmp_path / "bf16.ckpt")
-        plugin = FP8Precision(compute_dtype="32-true")
+        for path in (bf16, fp16):
+            fitted(FP8Precision(compute_dtype=path.stem), max_steps=1).save_checkpoint(path)
         with pytest.warns(UserWarning, match="computed in bf16 in the checkpoint, in fp32 here"):
-            trainer(plugin).fit(Regression(), ckpt_path=path)
+            fitted(plugin := FP8Precision(compute_dtype="32-true"), ckpt_path=bf16)
         assert plugin.compute_dtype == FP32
-        in_fp16 = trainer(FP8Precision(compute_dtype="fp16"), max_steps=1)
-        in_fp16.fit(Regression())
-        in_fp16.save_checkpoint(tmp_path / "fp16.ckpt")
         with pytest.warns(UserWarning, match="computed in fp16 in the checkpoint, in bf16 here"):  # it has a loss scale
-            trainer(FP8Precision()).fit(Regression(), ckpt_path=tmp_path / "fp16.ckpt")
+            fitted(FP8Precision(), ckpt_path=fp16)
     with cpu(False):
-        trainer(plugin := FP8Precision()).fit(Regression(), ckpt_path=path)
+        fitted(plugin := FP8Precision(), ckpt_path=bf16)
         assert plugin.compute_dtype == BF16
-        trainer(plugin, max_steps=1).fit(Regression())
+        fitted(plugin, max_steps=1)
         assert plugin.compute_dtype == FP32
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_lowbit import (
     FP4Precision,
@@ -16,19 +15,15 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.precision.coverage_line import weights_line
 from tests.launch import launch
-from tests.lightning_imports import BoringModel, LightningModule, quiet_trainer
-from tests.precision.ranks_coverage_line import Special
+from tests.lightning_imports import BoringModel, quiet_trainer
+from tests.precision.ranks_coverage_line import Model, Special, special
 from tests.ranks import RANKS
 
 
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 16, 64) * 0.1)
-        self.down = nn.Parameter(torch.randn(4, 64, 16) * 0.1)
-
-    def forward(self, x):
-        return torch.stack([(x @ self.up[i]).relu() @ self.down[i] for i in range(4)]).mean(0)
+        self.up, self.down = nn.Parameter(torch.zeros(4, 16, 64)), nn.Parameter(torch.zeros(4, 64, 16))
 
 
 class Odd(nn.Conv1d):
@@ -36,121 +31,64 @@ class Odd(nn.Conv1d):
         return super().forward(x.mT).mT
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(16, 16, batch_first=True)
-
-    def forward(self, x):
-        return self.lstm(x)[0]
-
-
-class Multihead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Model(LightningModule):
-    """Tokens ``[2, 8, 16]`` through ``nn.Linear(16, 16)`` and what is to be counted."""
-
-    def __init__(self, *rest):
-        super().__init__()
-        self.first, self.rest = nn.Linear(16, 16), nn.ModuleList(rest)
-
-    def forward(self, x):
-        x = self.first(x)
-        for module in self.rest:
-            x = module(x)
-        return x
-
-    def training_step(self, batch):
-        return self(batch).float().square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self):
-        return DataLoader(torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)), batch_size=2)
-
-
-def special():
-    return nn.Sequential(Special(16, 64), nn.ReLU(), Special(64, 16))
-
-
 def plain():
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
 
 
-def lines(told):
-    texts = [record.getMessage() for record in told.records if "are in quantized layers" in record.getMessage()]
+def train(told, model, plugin=None, *callbacks):
+    """Trains, and returns the lines that are logged."""
     told.clear()
-    return texts
-
-
-def train(model, plugin=None, *callbacks):
     plugin = FP4Precision("nvfp4", seed=1, quantize_output=True) if plugin is None else plugin
     quiet_trainer(plugin, callbacks=[*callbacks], max_steps=3).fit(model)
-    return plugin.coverage_line.text
+    lines = [message for message in told.messages if "are in quantized layers" in message]
+    end = " PrecisionSummary() among the callbacks counts FLOPs, and lists all."
+    assert lines == ([f"{plugin.coverage_line.text}{end}"] if plugin.coverage_line.text else [])
+    return lines
 
 
 def test_little_coverage_is_said_once_with_its_reasons(told):
-    text = train(Model(special()))
-    (line,) = lines(told)
-    assert line == f"{text} PrecisionSummary() among the callbacks counts FLOPs, and lists all."
-    assert "11.1% of the weights of matrix products are in quantized layers. The rest: 89% Special (" in text
-    assert "with a forward of its own: register_linear takes it, given that forward), such as rest.0.0" in text
+    (line,) = train(told, Model(special()))
+    assert "11.1% of the weights of matrix products are in quantized layers. The rest: 89% Special (" in line
+    assert "with a forward of its own: register_linear takes it, given that forward), such as rest.0.0" in line
 
 
 def test_each_kind_of_layer_has_its_reason():
+    odd, attention = Odd(16, 16, 9, padding=4), nn.MultiheadAttention(16, 2)
     cases = {
-        "Odd (a subclass of a convolution, with a forward of its own)": [Odd(16, 16, 9, padding=4)],
-        "Experts (a stack of experts, no nn.Linear": [Experts()],
-        "LSTM (recurrent)": [Recurrent()],
+        "Odd (a subclass of a convolution, with a forward of its own)": odd,
+        "Experts (a stack of experts, no nn.Linear": Experts(),
+        "LSTM (recurrent)": nn.LSTM(16, 16),
     }
-    for reason, rest in cases.items():
-        assert reason in weights_line(convert(Model(*rest), "nvfp4"))
+    for reason, layer in cases.items():
+        assert reason in weights_line(convert(Model(layer), "nvfp4"))
     line = weights_line(convert(Model(plain(), plain()), "nvfp4", skip=["rest"]))
     assert line.count("left out by skip or only") == 1, "what has one reason is one reason"
-    line = weights_line(convert(Model(Multihead()), "nvfp4", skip=["rest"]))
-    assert "MultiheadAttention (left out by skip or only), such as rest.0.attention" in line
-    line = weights_line(convert(Model(special(), Odd(16, 16, 9, padding=4), Experts(), Recurrent()), "nvfp4"))
+    line = weights_line(convert(Model(attention), "nvfp4", skip=["rest"]))
+    assert "MultiheadAttention (left out by skip or only), such as rest.0" in line
+    line = weights_line(convert(Model(special(), *cases.values()), "nvfp4"))
     assert line.count("%") == 1 + 3, "the three largest"
 
 
 def test_nothing_is_said_where_most_is_quantized_or_little_is_meant_to_be(told):
-    train(Model(plain(), Multihead()))
-    train(Model(plain()), TernaryPrecision())
-    train(Model(plain(), special()), LowBitPrecision("bf16"))
+    runs = [(Model(plain()), TernaryPrecision()), (Model(plain(), special()), LowBitPrecision("bf16"))]
     for phase in ("qaf", "bf16"):
-        plugin = FP4Precision("nvfp4")
-        plugin.set_phase(phase)
-        train(Model(special()), plugin)
-    train(BoringModel())
-    assert lines(told) == []
+        runs.append((Model(special()), FP4Precision("nvfp4")))
+        runs[-1][1].set_phase(phase)
+    for model, plugin in (*runs, (BoringModel(), None)):
+        assert not train(told, model, plugin)
+    assert weights_line(convert(Model(plain(), nn.MultiheadAttention(16, 2)), "nvfp4")) == ""
 
 
-def test_it_comes_with_full_quantization(told):
+def test_it_comes_with_full_quantization_and_again_with_another_trainer(told):
     plugin = FP4Precision("nvfp4")
     plugin.set_phase("bf16")
-    train(Model(special()), plugin, PrecisionSwitch("fqt", step=1))
-    assert len(lines(told)) == 1
+    assert train(told, Model(special()), plugin, PrecisionSwitch("fqt", step=1))
+    assert train(told, Model(special()), plugin)
 
 
 def test_a_summary_says_it_instead(told, capsys):
-    assert train(Model(special()), None, PrecisionSummary()) == ""
-    assert lines(told) == []
+    assert not train(told, Model(special()), None, PrecisionSummary())
     assert "Coverage: " in capsys.readouterr().out
-
-
-def test_another_trainer_is_told_again(told):
-    plugin = FP4Precision("nvfp4")
-    for _ in range(2):
-        train(Model(special()), plugin)
-        assert len(lines(told)) == 1
 
 
 def test_weights_count_once_and_as_what_they_are():
@@ -172,9 +110,7 @@ def test_weights_count_once_and_as_what_they_are():
 
 
 def test_under_every_strategy_one_process_says_it(tmp_path):
-    results = launch("tests.precision.ranks_coverage_line", RANKS, tmp_path)
-    for name in ("ddp", "fsdp1", "fsdp2"):
-        first, second = (result[name] for result in results)
-        (text,) = first
-        assert "10.0% of the weights" in text and "Special" in text, name
-        assert second == [], name
+    first, second = launch("tests.precision.ranks_coverage_line", RANKS, tmp_path)
+    for name, texts in first.items():
+        assert ["10.0% of the weights" in text and "Special" in text for text in texts] == [True], name
+        assert second[name] == [], name

@@ -7,16 +7,15 @@ import pytest
 from lightning_lowbit import FP4Precision
 from lightning_lowbit._lightning import NAME, OTHER
 from lightning_lowbit.nn import QuantLinear
-from tests.lightning_imports import BoringModel, Trainer
+from tests.lightning_imports import QUIET, BoringModel, quiet_trainer
 
 other = import_module(OTHER)
-QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 REMEDY = f"To use {OTHER}, import it before {NAME} and before the first use of lightning_lowbit"
 
 
 def test_the_other_trainer_says_which_one_takes_the_plugin():
     with pytest.raises(Exception, match=f"FP4Precision goes with the Trainer, .* of {NAME}.*{REMEDY}"):
-        other.Trainer(plugins=[FP4Precision()], **QUIET)
+        other.Trainer(plugins=[FP4Precision()], accelerator="cpu", **QUIET)
 
 
 def test_a_line_says_which_model_goes_with_the_plugin_before_the_trainer_refuses_the_other(told):
@@ -24,11 +23,11 @@ def test_a_line_says_which_model_goes_with_the_plugin_before_the_trainer_refuses
         """Holds nothing."""
 
     with pytest.raises(TypeError, match="got `.*Net`"):
-        Trainer(plugins=[FP4Precision()], **QUIET).fit(Net())
+        quiet_trainer(FP4Precision()).fit(Net())
     assert [REMEDY in line for line in told.messages if "goes with" in line] == [True]
 
 
 def test_the_plugin_and_its_own_trainer_train_where_both_lightnings_are_imported():
     model = BoringModel()
-    Trainer(plugins=[FP4Precision()], max_steps=1, enable_model_summary=False, **QUIET).fit(model)
+    quiet_trainer(FP4Precision(), max_steps=1).fit(model)
     assert isinstance(model.layer, QuantLinear)

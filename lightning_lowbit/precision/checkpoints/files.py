@@ -126,8 +126,7 @@ _STATE = {
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
-    """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing, unless the model's
-    ``strict_loading`` is False, or differ in shape."""
+    """Loads a model's weights; ``ValueError`` if some differ in shape or, with ``strict_loading``, are missing."""
     needed: Mapping[str, Any] = model.state_dict()
     if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
         tensors = load_checkpoint(checkpoint, weights_only).get("state_dict")
@@ -159,8 +158,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
 
 
 def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
-    """Raises a ``ValueError`` if an entry of a checkpoint is no tensor, or has another shape or dtype than the model
-    needs; without ``same_dtype`` weights may be in any of ``FLOATS``."""
+    """Raises a ``ValueError`` for entries other than the needed tensors, or in ``FLOATS`` without ``same_dtype``."""
     differences = {name: differs(needed[name], tensors[name], same_dtype) for name in needed if name in tensors}
     if wrong := {name: how for name, how in differences.items() if how is not None}:
         name = next(iter(wrong))

@@ -76,8 +76,7 @@ def restore(
 
 
 def run_hooks(module: nn.Module, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Lets a ``LightningModule`` make its layers and read a checkpoint, as its ``load_from_checkpoint`` does; returns
-    the checkpoint as the module's ``on_load_checkpoint`` leaves it, and leaves ``loaded`` as it is."""
+    """Lets a ``LightningModule`` make its layers and read a copy of a checkpoint; returns what it leaves of this."""
     if not isinstance(module, LightningModule):
         return loaded
     if is_overridden("configure_model", module):

@@ -163,8 +163,7 @@ class Origin(NamedTuple):
         return cls(copy.deepcopy(state), Trained.read(state["trained"]))
 
     def arguments(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the plugin's constructor arguments, with changes; ``casts`` are the most frequent ones. A
-        ``ValueError`` names a change of the results."""
+        """Returns the constructor's arguments, with the most frequent casts; ``ValueError`` for other changes."""
         for name in changes:
             what = "argument of from_checkpoint (what else decides what is computed is the checkpoint's)"
             choose(what, name, CHANGEABLE)

@@ -1,28 +1,12 @@
 """Models that are trained in low precision."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.lightning_imports import QUIET, BoringModel, LightningModule, Trainer
+from tests.lightning_imports import BoringModel, LightningModule
 from tests.precision.regression_model import Regression
-
-
-def quiet(**kwargs):
-    defaults = {"max_steps": 2, "limit_train_batches": 4, "limit_val_batches": 0}
-    return Trainer(**{"accelerator": "cpu", **QUIET, **defaults, **kwargs})
-
-
-class Recorder(BoringModel):
-    """Notes what each training step sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((self.layer.lowbit.keys.tolist(), str(self.layer.casts)))
-        return super().training_step(batch, batch_idx)
 
 
 class Recurrent(Regression):
@@ -36,8 +20,6 @@ class Recurrent(Regression):
 
 
 class GAN(LightningModule):
-    """Manual optimization with two optimizers."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
@@ -56,3 +38,20 @@ class GAN(LightningModule):
 
     def configure_optimizers(self):
         return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.generator, self.critic)]
+
+
+class Classifier(LightningModule):
+    """Learns fast, so that amaxes of a few steps before are too small."""
+
+    def __init__(self, rate=0.05, momentum=0.9):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        self.options = {"lr": rate, "momentum": momentum}
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x).float(), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), **self.options)

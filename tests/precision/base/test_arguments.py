@@ -5,40 +5,36 @@ import yaml
 from torch import nn
 
 from lightning_lowbit import Cast, FP4Precision, LinearCasts, Scale, TernaryPrecision, pack_frozen
-from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
-from tests.lightning_imports import BoringModel, Fabric, MisconfigurationException, Trainer, from_yaml, pytorch
-from tests.precision.base.models import quiet
+from tests.lightning_imports import (
+    BoringModel,
+    Fabric,
+    MisconfigurationException,
+    SingleDeviceXLAStrategy,
+    Trainer,
+    from_yaml,
+    pytorch,
+)
+from tests.precision.regression_model import fitted
 from tests.tables import each
 
 
 def test_rounding_and_overrides_reach_the_layers():
-    class Two(BoringModel):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2))
-
-    model = Two()
-    plugin = FP4Precision(rounding={"wgrad_x": "nearest"}, overrides={"layer.1": "bf16"})
-    quiet(plugins=[plugin]).fit(model)
-    assert model.layer[0].casts == LinearCasts.preset("nvfp4").with_rounding({"wgrad_x": "nearest"})
-    assert model.layer[0].casts.wgrad_x.rounding == "nearest"
-    assert model.layer[1].casts == LinearCasts()
-    plugin.set_phase("qaf")
-    assert model.layer[0].casts.wgrad_x is None
-    assert model.layer[0].casts.fprop_x is not None
-    assert model.layer[1].casts == LinearCasts()
-    plugin.set_phase("fqt")
-    assert model.layer[0].casts.wgrad_x.rounding == "nearest"
+    plugin = FP4Precision(rounding={"wgrad_x": "nearest"}, overrides={"head": "bf16"})
+    model = fitted(plugin).lightning_module
+    casts = LinearCasts.preset("nvfp4").with_rounding({"wgrad_x": "nearest"})
+    assert casts.wgrad_x.rounding == "nearest"
+    for phase in ("fqt", "qaf", "fqt"):
+        plugin.set_phase(phase)
+        assert (model.first.casts, model.head.casts) == (casts.phase(phase), LinearCasts())
 
 
 @each(("name", "values"), [("exact", [False, True]), ("backend", ["auto", "emulated"])])
 def test_settings_reach_the_layers(name, values):
     for value in values:
-        model = BoringModel()
-        quiet(plugins=[FP4Precision(**{name: value})]).fit(model)
-        assert getattr(model.layer.lowbit, name) == value
+        run = fitted(FP4Precision(**{name: value}))
+        assert getattr(run.lightning_module.first.lowbit, name) == value
 
 
 def test_seed_of_seed_everything(monkeypatch):
@@ -53,11 +49,7 @@ def test_from_yaml():
         plugins:
           class_path: lightning_lowbit.FP4Precision
           init_args:
-            casts:
-              preset: nvfp4
-              wgrad_x: fprop
-              wgrad_g: {element: e1m2, rounding: stochastic, scale: {format: e5m2, block: 32}}
-              dgrad_g: {element: e2m1, rounding: nearest, scale: {format: e4m3, block: [16, 16], two_level: true}}
+            casts: {preset: nvfp4, wgrad_g: {element: e1m2, rounding: stochastic, scale: {format: e5m2, block: 32}}}
             rounding: {wgrad_g: nearest}
             overrides:
               layer:
@@ -66,15 +58,11 @@ def test_from_yaml():
             compute_dtype: fp32
             seed: 5
     """).precision_plugin
-    assert plugin.casts.wgrad_x == "fprop"
-    assert plugin.casts.dgrad_g.scale.block == (16, 16)
-    assert plugin.casts.dgrad_g.rounding == "nearest"
     changed = Cast("e1m2", Scale("e5m2", 32, two_level=True), "nearest")
     assert plugin.casts.wgrad_g == changed, "YAML changes other fields of the preset than it names"
     alone = LinearCasts(fprop_w=Cast("e1m2", Scale("e5m2", 32)), hadamard={"fprop": Hadamard(32, "keyed")})
     assert plugin.overrides == {"layer": alone}, "YAML's fields have other defaults"
-    assert plugin.seed == 5
-    assert plugin.precision == "32-true"
+    assert (plugin.seed, plugin.precision) == (5, "32-true")
 
 
 EXPLICIT = """
@@ -90,12 +78,6 @@ surrogate: {fprop_w: dge}
 """
 
 
-def check_casts_of_yaml(text):
-    """Whatever :meth:`LinearCasts.of` reads reaches the plugin through the command line of Lightning as it is."""
-    plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(text)}}
-    assert from_yaml(yaml.safe_dump({"plugins": plugin})).precision_plugin.casts == LinearCasts.of(yaml.safe_load(text))
-
-
 @each(
     "casts",
     [
@@ -108,16 +90,9 @@ def check_casts_of_yaml(text):
     ],
 )
 def test_casts_from_yaml(casts):
-    check_casts_of_yaml(casts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_from_yaml(name):
-    check_casts_of_yaml(name)
-    # Corrections need their rotation, and what is quantized again its operand in the forward pass.
-    others = "wgrad_g: null" if name == "quartet2" else "fprop_x: null, hadamard: {}"
-    check_casts_of_yaml(f"{{preset: {name}, {others}, dgrad_w: {{element: int4}}}}")
+    plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(casts)}}
+    found = from_yaml(yaml.safe_dump({"plugins": plugin})).precision_plugin
+    assert found.casts == LinearCasts.of(yaml.safe_load(casts))
 
 
 @each(
@@ -128,15 +103,13 @@ def test_every_preset_from_yaml(name):
         (lambda: FP4Precision(rounding={"wgradx": "nearest"}), r"Unknown operand 'wgradx'. Did you mean 'wgrad_x'"),
         (lambda: FP4Precision(rounding={"wgrad_x": "up"}), r"Unknown rounding 'up'"),
         (lambda: FP4Precision("bf16", rounding={"wgrad_x": "nearest"}), r"needs an operand with a cast of its own"),
-        (
-            lambda: FP4Precision(compute_dtype="fp8"),
-            r"Unknown compute_dtype 'fp8'. Choose one of: 'auto', 'bf16', 'fp16', 'fp32'",
-        ),
         (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
         (lambda: FP4Precision(overrides=["lm_head"]), r"overrides maps name patterns to casts, .*; got \['lm_head'\]"),
         (lambda: FP4Precision(seed="a"), "seed is a whole number; got 'a'"),  # a checkpoint with it could not be read
         (lambda: FP4Precision(exact="no"), "exact is true or false; got 'no'"),
         (lambda: FP4Precision(quantize_before_gather="no"), "quantize_before_gather is true or false"),
+        (lambda: FP4Precision(quantize_output="yes"), "quantize_output is true or false; got 'yes'"),
+        (lambda: FP4Precision(quantize_output=1), "quantize_output is true or false; got 1"),
     ],
 )
 def test_bad_arguments(make, message):
@@ -144,24 +117,27 @@ def test_bad_arguments(make, message):
         make()
 
 
-@pytest.mark.parametrize("argument", ["skip", "only"])
-def test_pattern_that_matches_nothing(argument):
-    model = BoringModel()
-    with pytest.raises(ValueError, match=rf"{argument}: the pattern 'head' matches no linear layer.*e\.g\. layer"):
-        quiet(plugins=[FP4Precision(**{argument: ["head"]})]).fit(model)
-    assert type(model.layer) is nn.Linear
+class Recurrent(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(1, 1)
 
 
-def test_no_layer_to_convert():
-    class Recurrent(BoringModel):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.LSTM(1, 1)
-
-    with pytest.raises(ValueError, match="holds no layer to quantize"):
-        quiet(plugins=[FP4Precision()]).fit(Recurrent())
-    with pytest.raises(ValueError, match="No layer is left to quantize"):
-        quiet(plugins=[FP4Precision(skip=["layer"])]).fit(BoringModel())
+@each(
+    ("model", "arguments", "message"),
+    [
+        *(
+            (BoringModel, {name: ["head"]}, rf"{name}: the pattern 'head' matches no linear layer.*e\.g\. layer")
+            for name in ("skip", "only")
+        ),
+        (Recurrent, {}, "holds no layer to quantize"),
+        (BoringModel, {"skip": ["layer"]}, "No layer is left to quantize"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(FP4Precision(**arguments), model := model())
+    assert type(model.layer) in (nn.Linear, nn.LSTM)
 
 
 def test_averaged_weights_beside_codes():
@@ -170,21 +146,15 @@ def test_averaged_weights_beside_codes():
             super().__init__()
             self.base = pack_frozen(nn.Linear(32, 32).requires_grad_(False), "nvfp4")
 
-    averages = pytorch.callbacks.EMAWeightAveraging(), pytorch.callbacks.StochasticWeightAveraging(1e-2)
-    for averaging in averages:
+    for averaging in (pytorch.callbacks.EMAWeightAveraging(), pytorch.callbacks.StochasticWeightAveraging(1e-2)):
         with pytest.raises(MisconfigurationException, match="WeightAveraging averages all.*base.*unpack_frozen"):
-            quiet(plugins=[FP4Precision()], callbacks=[averaging]).fit(Frozen())
+            fitted(FP4Precision(), Frozen(), callbacks=[averaging])
 
 
-def test_fabric():
+def test_fabric_and_xla():
     fabric = Fabric(plugins=[FP4Precision()], accelerator="cpu", devices=1)
     with pytest.raises(MisconfigurationException, match=r"Else call lightning_lowbit.convert"):
         fabric.setup(nn.Linear(16, 16))
-
-
-def test_xla():
-    from tests.lightning_imports import SingleDeviceXLAStrategy
-
     with pytest.raises(TypeError, match="XLAPrecision"):
         SingleDeviceXLAStrategy.precision_plugin.fset(object.__new__(SingleDeviceXLAStrategy), FP4Precision())
 
@@ -195,15 +165,12 @@ def test_a_preset_of_another_family_is_refused_by_name():
             FP4Precision(preset)
     for preset in ("nvfp4", "mxfp8-nvfp4", "e1m2", "bf16"):
         assert FP4Precision(preset).casts == LinearCasts.preset(preset)
+
+
+def test_calls_that_are_mistaken_say_what_was_meant():
     with pytest.raises(TypeError, match="positional"):
         TernaryPrecision(8, 8)  # bits of weights, which are ternary
-
-
-def test_a_plugin_among_the_callbacks_is_sent_to_the_plugins():
-    with pytest.raises(MisconfigurationException, match=r"FP4Precision\('nvfp4'\) is a plugin: give Trainer\(plugins="):
-        Trainer(callbacks=[FP4Precision()], logger=False)
-
-
-def test_an_unknown_argument_is_named_with_the_plugin_and_the_nearest_one():
     with pytest.raises(TypeError, match="FP4Precision has no argument 'skipp'. Did you mean 'skip'?"):
         FP4Precision("nvfp4", skipp=["lm_head"])
+    with pytest.raises(MisconfigurationException, match=r"FP4Precision\('nvfp4'\) is a plugin: give Trainer\(plugins="):
+        Trainer(callbacks=[FP4Precision()], logger=False)

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, restore
 from lightning_lowbit.nn import QuantizedLayer
 from tests.lightning_imports import BoringModel, Callback, quiet_trainer
+from tests.precision.regression_model import On
 from tests.tables import each
 
 
@@ -69,7 +70,6 @@ CHANGES = [
 
 
 def fit(told, model, *callbacks, **kwargs):
-    """Trains, and returns what is said of layers."""
     told.clear()
     options = {"max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 0}
     plugin = kwargs.pop("plugin", FP4Precision("nvfp4", skip=["layer.4"], compute_dtype="bf16"))
@@ -93,12 +93,19 @@ def test_layers_that_come_and_go_are_said_once(told, change, parts, at, epochs):
         assert re.search(part, lines[0]), lines
 
 
-def test_the_next_fit_converts_what_is_new(told):
-    model = Net()
-    assert fit(told, model, At(insert))
+def test_a_new_layer_is_told_of_recorded_by_its_name_and_converted_by_the_next_fit(told):
+    model, summary = Net(), PrecisionSummary(quiet=True)
+    save = On(on_train_end=lambda trainer, _: trainer.save_checkpoint("grown.ckpt"))
+    assert fit(told, model, summary, At(insert), save)
     assert type(model.layer[2]) is nn.Linear
+    reasons = summary.report_data(None)["uncovered_because"]
+    assert reasons["layer.2"].startswith("new since the model was converted")
+    assert reasons["layer.5"] == "left out by skip or only"
+    recorded = torch.load("grown.ckpt", weights_only=True)["lightning_lowbit"]["trained"]["layers"]
+    names = [name for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
+    assert [*recorded] == names == ["layer.0", "layer.3"]
     assert not fit(told, model, plugin=FP4Precision("nvfp4"))
-    assert type(model.layer[2]).__name__ == "QuantLinear"
+    assert isinstance(model.layer[2], QuantizedLayer)
 
 
 def bits(*quantized):
@@ -116,7 +123,6 @@ def bits(*quantized):
     [
         (insert, bits(True, False, True)),
         (remove, bits(True)),
-        (replace, bits(True, True)),
         (teach, bits(True, True)),
         (
             lambda net: setattr(net, "layer", nn.Sequential(net.layer[0], nn.Linear(32, 32), net.layer[4])),
@@ -134,20 +140,9 @@ def test_the_average_over_the_run_counts_them(told, change, then):
     assert other.average_bits() == pytest.approx(summary.average_bits())
 
 
-def test_the_table_says_why_a_new_layer_is_not_covered(told):
-    summary = PrecisionSummary(quiet=True)
-    model = Net()
-    fit(told, model, summary, At(insert))
-    reasons = summary.report_data(None)["uncovered_because"]
-    assert reasons["layer.2"].startswith("new since the model was converted")
-    assert reasons["layer.5"] == "left out by skip or only"
-
-
 def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told):
-    class Ask(Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            if trainer.current_epoch != 1:
-                return
+    def ask(trainer, _):
+        if trainer.current_epoch == 1:
             plugin = trainer.precision_plugin
             with pytest.raises(ValueError, match=r"casts: the pattern 'layer\.2' matches"):
                 plugin.set_casts({"layer.2": "bf16"})
@@ -157,24 +152,18 @@ def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told):
 
     for plugin in (FP4Precision("nvfp4", only=["layer"], quantize_output=True), FP8Precision("delayed")):
         model = Net()
-        fit(told, model, At(lambda net: net.layer.__setitem__(2, nn.Linear(32, 32))), Ask(), plugin=plugin)
+        fit(
+            told,
+            model,
+            At(lambda net: net.layer.__setitem__(2, nn.Linear(32, 32))),
+            On(on_train_epoch_end=ask),
+            plugin=plugin,
+        )
         restored = restore(Net(), "x.ckpt")
         x = torch.randn(4, 32)
         assert type(restored.layer[2]) is nn.Linear
         assert [str(layer.casts) for layer in restored.layer[::4]] == [str(layer.casts) for layer in model.layer[::4]]
         assert restored(x).shape == (4, 2)
-
-
-def test_casts_are_recorded_by_the_names_that_layers_have_now(told):
-    class Save(Callback):
-        def on_train_end(self, trainer, pl_module):
-            trainer.save_checkpoint("grown.ckpt")
-
-    model = Net()
-    fit(told, model, At(insert), Save(), plugin=FP4Precision("nvfp4", quantize_output=True))
-    names = [name for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
-    assert names == ["layer.0", "layer.3", "layer.5"]
-    assert [*torch.load("grown.ckpt", weights_only=True)["lightning_lowbit"]["trained"]["layers"]] == names
 
 
 @each("change", [insert, replace, remove])

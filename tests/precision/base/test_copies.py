@@ -6,42 +6,32 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, convert, restore
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
-from tests.lightning_imports import Callback, LightningModule, pytorch, quiet_trainer
+from tests.lightning_imports import Callback, pytorch, quiet_trainer
+from tests.precision.base.models import Classifier
+from tests.precision.regression_model import On
 from tests.tables import each
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X[:, :8].argmax(1))
+LOADER = DataLoader(DATA, batch_size=64)
 
 
-class Net(LightningModule):
-    """Learns fast, so that amaxes of a few steps before are too small."""
-
+class Net(Classifier):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
         self.validated = []
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self.net(x).float(), y)
 
     def validation_step(self, batch, batch_idx):
         weights = {name: value.clone() for name, value in self.net.state_dict().items()}
         self.validated.append(error(self.net, weights))
 
-    def test_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+    test_step = validation_step
 
 
 @torch.no_grad()
@@ -74,9 +64,8 @@ class Teacher(Callback):
 
 def fit(plugin, *callbacks, **kwargs):
     model = Net()
-    loaders = DataLoader(DATA, batch_size=8), DataLoader(DATA, batch_size=64)
     trainer = quiet_trainer(plugin, callbacks=[*callbacks], **{"max_epochs": 10, "limit_val_batches": 0, **kwargs})
-    trainer.fit(model, *loaders)
+    trainer.fit(model, DataLoader(DATA, batch_size=8), LOADER)
     return model
 
 
@@ -107,14 +96,11 @@ def test_a_copy_made_in_training_scales_by_its_own_amaxes(plugin, copied):
     casts = {name.removeprefix("net."): casts for name, casts in made.casts_of(".*").items()}
     twin = Net().net
     twin.load_state_dict(weights)
-    current = convert(twin, "bf16", overrides={name: _current(own) for name, own in casts.items()})
+    current = {name: "fp8-current" if old.is_delayed else old for name, old in casts.items()}
+    current = convert(twin, "bf16", overrides=current)
     LayerKeys(current).fill_(0)
     assert error(net, weights) < 1.5 * error(current, weights), "outdated amaxes"
     assert not torch.equal(net[0].weight, model.net[0].weight)
-
-
-def _current(casts):
-    return "fp8-current" if casts.is_delayed else casts
 
 
 @each("plugin", [delayed, lambda: FP8Precision("delayed", smooth_swiglu=None), lambda: FP4Precision("nvfp4")])
@@ -133,15 +119,13 @@ def test_a_copy_of_what_was_trained_computes_as_it(plugin):
 def test_a_copy_within_the_model_stays_a_copy_when_casts_change():
     """Its amaxes are not in the checkpoint, where a run that has not made it yet would miss them."""
 
-    class Within(Callback):
-        def on_train_batch_start(self, trainer, pl_module, *_):
-            if trainer.global_step == 2:
-                pl_module.teacher = copy.deepcopy(pl_module.net)
-            if trainer.global_step == 3:
-                trainer.precision_plugin.set_casts({"net.0": "fp8-current"})
+    def change(trainer, pl_module, *_):
+        if trainer.global_step == 2:
+            pl_module.teacher = copy.deepcopy(pl_module.net)
+        if trainer.global_step == 3:
+            trainer.precision_plugin.set_casts({"net.0": "fp8-current"})
 
-    plugin = delayed()
-    model = fit(plugin, Within(), max_steps=5)
+    model = fit(plugin := delayed(), On(on_train_batch_start=change), max_steps=5)
     layers = {key.partition("/")[0] for key in plugin.histories.state_dict()["amax_history"]}
     assert layers == {"net.2", "net.4"}
     assert model.teacher[2].full_casts.is_delayed
@@ -162,9 +146,7 @@ def test_what_is_saved_in_training_computes_as_at_that_moment():
     fit(delayed(), copies, max_epochs=1)
     saved = pickle.loads(copies.pickled)
     assert torch.equal(saved(X), copies.expected)
-    assert not torch.equal(copies.copied(X), copies.expected), (
-        "a copy has its own amaxes, and so the case does not tell"
-    )
+    assert not torch.equal(copies.copied(X), copies.expected), "a copy has its own amaxes: the case does not tell"
 
 
 def test_training_a_copy_is_said():
@@ -206,46 +188,42 @@ def test_keys_and_histories_that_are_copied_with_their_model_stay_connected(dupl
     assert outcomes[1][1].count_nonzero() == 3
 
 
-EMA = pytorch.callbacks.EMAWeightAveraging
-
-
-class Moving(Callback):
-    """Moves the weights by much, back and forth, so that their averages have other amaxes than their last steps."""
-
-    def on_train_batch_start(self, trainer, pl_module, *_):
-        with torch.no_grad():
-            for layer in pl_module.net[::2]:
-                layer.weight.mul_(0.25 if trainer.global_step == 40 else 1.0)
+@torch.no_grad()
+def move(trainer, pl_module, *_):
+    """Moves the weights by much, so that their averages have other amaxes than their last steps."""
+    if trainer.global_step == 40:
+        for layer in pl_module.net[::2]:
+            layer.weight.mul_(0.25)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback, but saving a checkpoint outside")
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
-@each("callback", [lambda: EMA(decay=0.98), lambda: pytorch.callbacks.StochasticWeightAveraging(1e-3, 2)])
+@each(
+    "callback",
+    [
+        lambda: pytorch.callbacks.EMAWeightAveraging(decay=0.98),
+        lambda: pytorch.callbacks.StochasticWeightAveraging(1e-3, 2),
+    ],
+)
 def test_averages_of_weights_are_evaluated_by_their_own_amaxes(callback, tmp_path):
     """While they are in the model, afterwards, and from a checkpoint: the histories are of other weights."""
-    loader = DataLoader(DATA, batch_size=64)
-    model = Net()
-    plugin, checkpoint = delayed(history=4), tmp_path / "x.ckpt"
-    trainer = quiet_trainer(plugin, callbacks=[callback(), Moving()], max_epochs=6, num_sanity_val_steps=0)
-    trainer.fit(model, DataLoader(DATA, batch_size=8), loader)
-    trainer.test(model, loader, verbose=False)
-    trainer.save_checkpoint(checkpoint)
+    callbacks = [callback(), On(on_train_batch_start=move)]
+    model = fit(delayed(history=4), *callbacks, max_epochs=6, num_sanity_val_steps=0, limit_val_batches=None)
+    model.trainer.test(model, LOADER, verbose=False)
+    model.trainer.save_checkpoint(checkpoint := tmp_path / "x.ckpt")
     after = error(model.net, model.net.state_dict())
-    restored = Net()
-    quiet_trainer(delayed(history=4)).test(restored, loader, ckpt_path=checkpoint, verbose=False)
+    evaluated = Net()
+    quiet_trainer(delayed(history=4)).test(evaluated, LOADER, ckpt_path=checkpoint, verbose=False)
     alone = restore(Net(), checkpoint)
-    errors = [*model.validated, after, *restored.validated, error(alone.net, alone.net.state_dict())]
+    errors = [*model.validated, after, *evaluated.validated, error(alone.net, alone.net.state_dict())]
     assert max(errors) < 0.06, f"{[round(float(each), 3) for each in errors]}"
 
 
 @each("make", [lambda: FP4Precision("nvfp4"), lambda: FP8Precision("delayed")])
 def test_a_frozen_copy_passes_gradients_on_without_a_word(make):
     """As a critic or a loss does; warnings are errors here."""
-    net = Net()
-    loader = DataLoader(DATA, batch_size=16)
-    quiet_trainer(make(), max_steps=3).fit(net, loader, loader)
-    critic = copy.deepcopy(net.net).requires_grad_(False).train()
+    critic = copy.deepcopy(fit(make(), max_steps=3).net).requires_grad_(False).train()
     x = X[:4].clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         critic(x).sum().backward()
@@ -253,7 +231,6 @@ def test_a_frozen_copy_passes_gradients_on_without_a_word(make):
 
 
 def test_plugins_that_earlier_versions_pickled_keep_their_arguments():
-    """All of their attributes were those of the plugin itself."""
     options = {"skip": ["head"], "only": None, "seed": 5, "exact": True, "shared_amax": ["q|k"]}
     plugin = FP8Precision(compute_dtype="fp16", overrides={"a": "int4"}, quantize_output=False, **options)
     former = {name: getattr(plugin, name) for name in ("casts", "overrides", "precision", "_origin", "_arguments")}

@@ -1,31 +1,39 @@
 """Training with any precision plugin."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import FP4Precision, GradientNoiseMonitor, LowBitPrecision, convert
+from lightning_lowbit import FP4Precision, FP8Precision, GradientNoiseMonitor, LowBitPrecision, convert
 from lightning_lowbit.nn import set_phase
 from lightning_lowbit.units import cpu_without
-from tests.lightning_imports import BoringModel
-from tests.precision.base.models import GAN, Recorder, Recurrent, quiet
-from tests.precision.regression_model import flat
-from tests.precision.regression_model import trainer as regression_trainer
+from tests.lightning_imports import BoringModel, MisconfigurationException
+from tests.precision.base.models import Recurrent
+from tests.precision.regression_model import Regression, fitted, flat, state
+
+
+class Recorder(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(str(self.layer.lowbit.keys.tolist()))
+        return super().training_step(batch, batch_idx)
 
 
 def test_each_micro_batch_has_its_own_random_bits():
-    model = Recorder()
-    trainer = quiet(plugins=[FP4Precision(seed=3)], accumulate_grad_batches=2)
-    trainer.fit(model)
-    keys = [str(keys) for keys, _ in model.seen]
-    assert len(keys) == 4
-    assert len(set(keys)) == 4, "two micro-batches share their keys"
-    again = Recorder()
-    quiet(plugins=[FP4Precision(seed=3)], accumulate_grad_batches=2).fit(again)
-    assert again.seen == model.seen, "the keys of a run are not reproducible"
-    other = Recorder()
-    quiet(plugins=[FP4Precision(seed=4)], accumulate_grad_batches=2).fit(other)
-    assert not set(keys) & {str(keys) for keys, _ in other.seen}, "the seed changes nothing"
+    keys, again, other = (
+        fitted(
+            FP4Precision(seed=seed), Recorder(), accumulate_grad_batches=2, limit_train_batches=4
+        ).lightning_module.seen
+        for seed in (3, 3, 4)
+    )
+    assert len(set(keys)) == len(keys) == 4, "two micro-batches share their keys"
+    assert again == keys, "the keys of a run are not reproducible"
+    assert not set(keys) & set(other), "the seed changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -38,11 +46,11 @@ def test_each_micro_batch_has_its_own_random_bits():
     ids=["recomputed", "evaluated in between", "drawn a second time"],
 )
 def test_what_else_computes_leaves_the_calls_of_a_layer_alone(recompute, settings):
-    outcomes = []
+    weights = []
     for model, how in ((Recurrent(), {}), (Recurrent(recompute), settings())):
-        regression_trainer(FP4Precision(compute_dtype="fp32"), accumulate_grad_batches=2, max_steps=3, **how).fit(model)
-        outcomes.append(flat(model))
-    assert torch.equal(*outcomes)
+        fitted(FP4Precision(compute_dtype="fp32"), model, accumulate_grad_batches=2, max_steps=3, **how)
+        weights.append(flat(model))
+    assert torch.equal(*weights)
 
 
 class Twice(BoringModel):
@@ -63,30 +71,18 @@ class Twice(BoringModel):
 
 def test_a_forward_pass_in_manual_optimization_has_the_weights_of_the_last_step():
     """Autocast keeps copies of them until its context ends."""
-    model = Twice()
-    quiet(plugins=[LowBitPrecision("bf16")]).fit(model)
-    before, after, *_ = model.outputs
+    before, after, *_ = fitted(LowBitPrecision("bf16"), Twice()).lightning_module.outputs
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("compute_dtype", "times"), [("bf16", 1), ("fp32", 0), ("auto", 0)])
-def test_a_cpu_without_instructions_for_the_compute_dtype_is_said(told, compute_dtype, times):
-    with cpu_without(torch.bfloat16):
-        quiet(plugins=[LowBitPrecision("nvfp4", compute_dtype=compute_dtype)]).fit(BoringModel())
-    assert sum("compute_dtype='fp32'" in text for text in told.messages) == times
-
-
 def test_bf16_casts_train_as_lightnings_bf16_mixed_does_to_the_bit():
-    def weights(**kwargs):
+    def weights(plugin, **kwargs):
         torch.manual_seed(1)
-        model = BoringModel()
         with cpu_without():  # on CPUs without bf16 units, ours are float32's products
-            quiet(max_steps=4, **kwargs).fit(model)
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
+            return flat(fitted(plugin, BoringModel(), max_steps=4, **kwargs).lightning_module)
 
-    assert torch.equal(
-        weights(plugins=[LowBitPrecision("bf16", compute_dtype="bf16")]), weights(precision="bf16-mixed")
-    )
+    ours = weights(LowBitPrecision("bf16", compute_dtype="bf16"))
+    assert torch.equal(ours, weights(None, precision="bf16-mixed"))
 
 
 @pytest.mark.parametrize("is_automatic", [True, False])
@@ -104,21 +100,9 @@ def test_backward_passes_stay_in_the_thread_that_calls_them(is_automatic):
                 self.optimizers().step()
             return loss
 
-    model = Watch()
-    quiet(plugins=[FP4Precision()], max_steps=2).fit(model)
+    model = fitted(FP4Precision(), Watch()).lightning_module
     assert model.seen and not any(model.seen)
     assert torch._C._is_multithreading_enabled()
-
-
-def test_manual_optimization_with_two_optimizers():
-    model, plugin = GAN(), FP4Precision()
-    before = [p.detach().clone() for p in model.parameters()]
-    quiet(max_steps=6, plugins=[plugin]).fit(model)
-    assert plugin.step == 6, "each step of each optimizer counts"
-    for old, (name, new) in zip(before, model.named_parameters(), strict=True):
-        assert torch.isfinite(new).all()
-        constant = name == "critic.bias"  # cancels in the critic's loss
-        assert torch.equal(old, new) == constant, f"{name}: trained means changed"
 
 
 def test_clips_by_norm_and_by_value():
@@ -129,18 +113,15 @@ def test_clips_by_norm_and_by_value():
                 self.norm = torch.nn.utils.get_total_norm(gradients).item()
                 self.largest = max(g.abs().max().item() for g in gradients)
 
-    model = Watch()
-    quiet(plugins=[FP4Precision()], max_steps=3, gradient_clip_val=1e-3).fit(model)
-    assert model.norm == pytest.approx(1e-3, rel=1e-3)
-    model = Watch()
-    quiet(plugins=[FP4Precision()], max_steps=3, gradient_clip_val=1e-4, gradient_clip_algorithm="value").fit(model)
-    assert model.largest == pytest.approx(1e-4, rel=1e-3)
+    by_norm = fitted(FP4Precision(), Watch(), gradient_clip_val=1e-3)
+    assert by_norm.lightning_module.norm == pytest.approx(1e-3, rel=1e-3)
+    by_value = fitted(FP4Precision(), Watch(), gradient_clip_val=1e-4, gradient_clip_algorithm="value")
+    assert by_value.lightning_module.largest == pytest.approx(1e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
-def test_batches_keep_their_dtype(dtype):
-    batch = {"x": torch.ones(2, dtype=dtype)}
-    assert FP4Precision().convert_input(batch)["x"].dtype == dtype
+def test_batches_keep_their_dtype():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        assert FP4Precision().convert_input({"x": torch.ones(2, dtype=dtype)})["x"].dtype == dtype
 
 
 def test_transformer_encoder_is_quantized_in_evaluation_too():
@@ -157,16 +138,94 @@ def test_transformer_encoder_is_quantized_in_evaluation_too():
 
 def test_training_goes_on_without_the_plugin_after_a_warning_and_with_delayed_scaling_not_at_all():
     for casts in ("nvfp4", "fp8-delayed"):
-        model = BoringModel()
-        quiet(plugins=[LowBitPrecision(casts)]).fit(model)
+        model = fitted(LowBitPrecision(casts), BoringModel()).lightning_module
         told = "goes on in low precision without the precision plugin that converted the model"
         if casts == "nvfp4":
             with pytest.warns(UserWarning, match=told):
-                quiet().fit(model)
+                fitted(None, model)
         else:
             with pytest.raises(ValueError, match=f"{told}.*amaxes would stay those of the last step"):
-                quiet().fit(model)
+                fitted(None, model)
         model.eval()(torch.ones(2, 32))  # says nothing
         model.train()
-        quiet(plugins=[LowBitPrecision(casts)]).fit(model)
-        quiet().fit(convert(model, "bf16"))
+        fitted(LowBitPrecision(casts), model)
+        fitted(None, convert(model, "bf16"))
+
+
+class Manual(Regression):
+    """Takes two optimizer steps in each training step, by an optimizer of Lightning, a raw one, or one of its own."""
+
+    def __init__(self, steps_by):
+        super().__init__()
+        self.automatic_optimization = False
+        self.steps_by = steps_by
+        self.alone = torch.optim.SGD(self.parameters(), 0.05)
+
+    def training_step(self, batch, batch_idx):
+        raw = self.optimizers(use_pl_optimizer=False)
+        optimizer = {"Lightning": self.optimizers(), "itself": raw, "alone": self.alone}[self.steps_by]
+        for place in (2 * batch_idx, 2 * batch_idx + 1):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(place, 1.0 + place))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def fit(steps_by, compute_dtype="bf16"):
+    plugin = FP8Precision("delayed", compute_dtype=compute_dtype)
+    return fitted(plugin, Manual(steps_by), max_epochs=1, limit_train_batches=3, max_steps=-1)
+
+
+def test_their_steps_advance_delayed_scaling_and_one_warning_says_what_does_not_advance():
+    with pytest.warns(UserWarning) as warned:
+        runs = fit("Lightning"), fit("itself")
+    assert sum("global_step stays" in str(warning.message) for warning in warned) == 1
+    plugins = [run.precision_plugin for run in runs]
+    assert [plugin.step for plugin in plugins] == [6, 6]
+    histories, found = (state(plugin)["amax_history"] for plugin in plugins)
+    assert all(torch.equal(found[name], history) for name, history in histories.items())
+    assert torch.equal(*(flat(run.lightning_module) for run in runs))
+
+
+def test_scaled_gradients_are_refused_and_a_warning_says_that_no_step_was_counted():
+    with pytest.raises(MisconfigurationException, match="SGD, which steps itself .* would take scaled gradients"):
+        fit("itself", "fp16")
+    with pytest.warns(UserWarning, match="No optimizer step was counted in 3 training steps"):
+        fit("alone")
+
+
+def test_the_last_one_is_in_force_until_its_owner_pops_it():
+    plugin = FP4Precision()
+    plugin.push_phase("a", "bf16")
+    plugin.push_phase("b", "qaf")
+    assert plugin.phase == "qaf"
+    for owner, phase in (("a", "qaf"), ("b", "fqt"), ("b", "fqt")):
+        plugin.pop_phase(owner)
+        assert plugin.phase == phase
+
+
+def test_an_owner_may_keep_its_place_until_another_phase_is_set():
+    plugin = FP4Precision()
+    with pytest.raises(ValueError, match="Unknown phase 'fp32'"):
+        plugin.push_phase("a", "fp32")
+    assert not plugin.has_pushed("a")
+    plugin.push_phase("a", "bf16")
+    plugin.push_phase("a", None)
+    assert plugin.phase == "fqt" and plugin.has_pushed("a")
+    plugin.push_phase("a", "qaf")
+    assert pickle.loads(pickle.dumps(plugin)).phase == "qaf"
+    plugin.set_phase("bf16")
+    assert not plugin.has_pushed("a")
+    plugin.pop_phase("a")
+    assert plugin.phase == "bf16"
+
+
+def test_layers_follow():
+    model = fitted(plugin := FP4Precision(quantize_output=True), max_steps=1).lightning_module
+    full = model.head.full_casts
+    plugin.push_phase("a", "qaf")
+    assert model.head.casts == full.phase("qaf") != full
+    plugin.pop_phase("a")
+    assert model.head.casts == full

@@ -190,7 +190,6 @@ def accumulates(strategy):
 
 
 def resumed(kind, writer, reader):
-    """The name of a run that goes on from the checkpoint of another one."""
     return f"{path_of(writer, kind)} {reader}"
 
 

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from contextlib import chdir, contextmanager
+from contextlib import chdir
 
 import pytest
 import torch
@@ -14,18 +14,8 @@ from tests.launch import LIMIT, launch, start
 from tests.pairwise import selected
 from tests.precision.checkpoints import ranks as checkpoints
 from tests.precision.checkpoints import ranks_killed
-from tests.precision.checkpoints.ranks import (
-    HALF,
-    KINDS,
-    MICRO_BATCHES,
-    PAIRS,
-    RANKS,
-    STEPS,
-    accumulates,
-    path_of,
-    resumed,
-    train,
-)
+from tests.precision.checkpoints.ranks import HALF, MICRO_BATCHES, accumulates, path_of, resumed, train
+from tests.ranks import RANKS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The checkpoint was trained on . data-parallel ranks"),  # of as many rows
@@ -35,29 +25,17 @@ pytestmark = [
 ]
 
 
-# --- under other strategies ---
-
-
-@contextmanager
-def process_group(folder, monkeypatch):
-    """Of this process alone."""
-    with monkeypatch.context() as patch:
-        for name, value in {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1"}.items():
-            patch.setenv(name, value)
-        (folder / "alone").unlink(missing_ok=True)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
 def in_this_process(strategy, kind, folder, monkeypatch, ckpt_path=None):
-    with chdir(folder):
+    with chdir(folder), monkeypatch.context() as patch:
         if strategy == "one":
             return train(strategy, kind, ckpt_path)
-        with process_group(folder, monkeypatch):
+        for name, value in {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
             return train(strategy, kind, ckpt_path)
+        finally:
+            dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +69,6 @@ def assert_equal(found, wanted, tolerance=0.0):
 
 
 def plain(state):
-    """With lists for tensors."""
     if isinstance(state, dict):
         return {key: plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, torch.Tensor) else state
@@ -101,12 +78,12 @@ def from_half(losses):
     return {place: loss for place, loss in sorted(losses.items()) if place >= HALF * MICRO_BATCHES}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_all_strategies_train_the_same(results, kind):
     one = results[path_of("one", kind)]
     for writer in checkpoints.READERS[kind]:
         run = results[path_of(writer, kind)]
-        assert len(run["losses"]) == STEPS * MICRO_BATCHES
+        assert len(run["losses"]) == checkpoints.STEPS * MICRO_BATCHES
         assert_equal(dict(sorted(run["losses"].items())), one["losses"], 1e-5)
 
 
@@ -133,7 +110,7 @@ def test_what_is_saved_is_not_what_a_run_starts_with(results):
     "fp16: ddp, fsdp2 file",
     "fp16: fsdp2 file, one",
 )
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{}: {}, {}".format(*pair))
+@pytest.mark.parametrize("pair", checkpoints.PAIRS, ids=lambda pair: "{}: {}, {}".format(*pair))
 def test_resumed_run_is_the_uninterrupted_one(results, folder, monkeypatch, pair):
     kind, writer, reader = pair
     path, whole = path_of(writer, kind), results[path_of(writer, kind)]
@@ -172,9 +149,6 @@ def test_shards_are_restored_without_a_trainer(results, folder, writer):
     assert_equal(found.state_dict(), one.state_dict(), 1e-5)
     assert [layer.casts for layer in found.body[::2]] == [layer.casts for layer in one.body[::2]]
     assert_equal(found(x), one(x), 1e-5)
-
-
-# --- a killed process ---
 
 
 def meet(folder, fate):

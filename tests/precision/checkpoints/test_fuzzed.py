@@ -1,4 +1,4 @@
-"""Checkpoints with one entry changed: restoring them is a ``ValueError``, or gives what the file holds."""
+"""Damaged checkpoints: restoring them is a ``ValueError`` that names the entry, or gives what the file holds."""
 
 import copy
 import random
@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowbit import LowBitPrecision, restore
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint, load_weights, state_of
 from tests.precision.checkpoints.test_restore import BATCH, PLUGINS, Module, in_the_midst, train
 from tests.tables import each
 
@@ -62,7 +63,6 @@ def edit(value, draw):
 
 @torch.no_grad()
 def outcome(path):
-    """Restores a file twice, and says what came of it."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # entries that contradict each other are said
         try:
             LowBitPrecision.from_checkpoint(path)
@@ -75,13 +75,14 @@ def outcome(path):
     return "restored"
 
 
-def outcomes(count, seed, checkpoints, folder):
-    draw, counts, path = random.Random(seed), Counter[str](), folder / "damaged.ckpt"
+@pytest.mark.parametrize(("count", "seed"), [(60, 0), pytest.param(2000, 1, marks=pytest.mark.slow)])
+def test_a_changed_entry_is_refused_or_restored(checkpoints, tmp_path, count, seed):
+    draw, counts, path = random.Random(seed), Counter[str](), tmp_path / "damaged.ckpt"
     whole = {kind: torch.load(file, weights_only=True) for kind, file in checkpoints.items()}
     for number in range(count):
         kind = draw.choice(KINDS)
         if number % 8 == 0:
-            content = bytearray(checkpoints[kind].read_bytes())
+            content = checkpoints[kind].read_bytes()
             path.write_bytes(content[: draw.randrange(len(content))])
         else:
             torch.save(edit(copy.deepcopy(whole[kind]), draw), path)
@@ -90,17 +91,7 @@ def outcomes(count, seed, checkpoints, folder):
         except BaseException as error:
             error.add_note(f"case {number} of the seed {seed}: {kind}")
             raise
-    return counts
-
-
-def test_a_changed_entry_is_refused_or_restored(checkpoints, tmp_path):
-    counts = outcomes(60, 0, checkpoints, tmp_path)
     assert min(counts["error"], counts["restored"]) >= 5, counts
-
-
-@pytest.mark.slow
-def test_any_changed_entry_is_refused_or_restored(checkpoints, tmp_path):
-    outcomes(2000, 1, checkpoints, tmp_path)
 
 
 @each(
@@ -127,3 +118,71 @@ def test_weights_of_another_dtype_are_restored_into_a_model_that_has_it(checkpoi
     loaded["state_dict"] = {name: tensor.double() for name, tensor in loaded["state_dict"].items()}
     model = restore(Module().double(), loaded)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+
+
+STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
+
+
+@each(
+    ("changes", "message"),
+    [
+        ({"step": None}, "step = None, which should be a whole number, 0 or more"),
+        ({"step": True}, "step = True, which should be a whole number"),
+        ({"micro_batch": -1}, "micro_batch = -1, which should be a whole number, 0 or more"),
+        ({"phase": "fpt"}, "Unknown phase in the checkpoint 'fpt'. Did you mean 'fqt'"),
+        ({"blend": torch.ones(2)}, r"blend = a tensor torch.float32 of shape \(2,\), which should be one number"),
+        ({"accumulated": 0}, "accumulated = 0, which should be 1 or more"),
+        ({"casts": {"layer": "nvfp4"}}, "casts.layer = 'nvfp4', which should be a mapping"),
+        ({"scaler": {"scale": "large"}}, r"scaler\.\w+"),
+        (
+            {"amax_history": {"layer": torch.ones(2, 2)}, "channel_amax": {}},
+            r"amax_history.layer = a tensor torch.float32 of shape \(2, 2\), which should be one row",
+        ),
+        (
+            {"amax_history": {}, "channel_amax": {"layer": torch.ones(2, dtype=int)}},
+            "channel_amax.layer = .*, which should be one row of floating-point numbers",
+        ),
+        ({"gradient_scale": {"loss": 2.0}}, "gradient_scale.loss = 2.0, which should be one row"),
+        ({"trained": 1}, "trained = 1, which should be"),
+    ],
+)
+def test_a_wrong_entry_is_named(changes, message):
+    assert state_of({"lightning_lowbit": STATE}) == STATE
+    with pytest.raises(ValueError, match=message):
+        state_of({"lightning_lowbit": {**STATE, **changes}})
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_missing_entry_is_named(name):
+    with pytest.raises(ValueError, match=f"lacks the entry {name}, .*: it was damaged, or written by another version"):
+        state_of({"lightning_lowbit": {key: value for key, value in STATE.items() if key != name}})
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+    file, folder = tmp_path / "a.ckpt", tmp_path / "folder"
+    with pytest.raises(FileNotFoundError, match="a.ckpt does not exist"):
+        load_checkpoint(file)
+    torch.save([1, 2], file)
+    with pytest.raises(ValueError, match="holds a list, not the mapping"):
+        load_checkpoint(file)
+    file.write_text("text")
+    with pytest.raises(ValueError, match="a.ckpt is a text, and no checkpoint"):
+        load_checkpoint(file)
+    file.write_bytes(b"\0")
+    with pytest.raises(ValueError, match="a.ckpt cannot be loaded .*damaged, or no checkpoint: give another"):
+        load_checkpoint(file)
+    with pytest.raises(ValueError, match="A checkpoint is a path, or what torch.load returned; got None"):
+        load_checkpoint(None)
+    folder.mkdir()
+    with pytest.raises(ValueError, match="folder is no checkpoint: a folder with one has a file"):
+        load_checkpoint(folder)
+
+
+def test_weights_of_another_model_are_refused():
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match=r"no weights \(no state_dict\)"):
+        load_weights(model, {})
+    with pytest.raises(ValueError, match="lacks 1 of the model's 2 tensors, e.g. bias; it has e.g. weight"):
+        load_weights(model, {"state_dict": {"weight": torch.zeros(2, 4)}})
+    with pytest.raises(ValueError, match=r"another weight .* of shape \(4, 2\), and .* of shape \(2, 4\) is needed"):
+        load_weights(model, {"state_dict": {"weight": torch.zeros(4, 2), "bias": torch.zeros(2)}})

@@ -1,7 +1,7 @@
 """What a checkpoint overrides of the options that a run asks for: said once, and what moves by itself is not."""
 
-import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -38,14 +38,8 @@ def fit(model, steps, callbacks=(), ckpt_path=None):
     return trainer
 
 
-def stable_spam(**options):
-    return lambda parameters: StableSPAM(
-        parameters, **{"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, **options}
-    )
-
-
-def cosine(**options):
-    return lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, **{"T_max": 10, **options})
+stable_spam = partial(partial, StableSPAM, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+cosine = partial(partial, lr_scheduler.CosineAnnealingLR, T_max=10)
 
 
 def test_options_that_a_checkpoint_overrides_are_said_once_with_both_values():
@@ -70,10 +64,10 @@ def test_options_that_a_checkpoint_overrides_are_said_once_with_both_values():
 SCHEDULERS = {
     "none": None,
     "cosine": cosine(),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8),
-    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4]),
-    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9),
-    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, 2),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=8),
+    "milestones": partial(lr_scheduler.MultiStepLR, milestones=[2, 4]),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2, T_mult=2),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
     "one after the other": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer, [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
@@ -84,16 +78,9 @@ SCHEDULERS = {
 def test_what_moves_in_the_course_of_a_run_is_not_said():
     """Warnings are errors here. The weight decay is switched before the checkpoint; a cycle moves the betas, too."""
     for name, make in SCHEDULERS.items():
-        for optimizer in (
-            lambda parameters: AdamW(parameters, 0.1),
-            lambda parameters: SGD(parameters, 0.1, 0.9, 0, 0.1),
-        ):
-
-            def switch():
-                return [WeightDecaySwitch(step=2)]
-
-            fit(Model(optimizer, make), 5, switch()).save_checkpoint("first.ckpt")
-            trainer = fit(Model(optimizer, make), 6, switch(), ckpt_path="first.ckpt")
+        for optimizer in (partial(AdamW, lr=0.1), partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)):
+            fit(Model(optimizer, make), 5, [WeightDecaySwitch(step=2)]).save_checkpoint("first.ckpt")
+            trainer = fit(Model(optimizer, make), 6, [WeightDecaySwitch(step=2)], ckpt_path="first.ckpt")
             assert trainer.precision_plugin.overridden == [], name
 
 
@@ -124,4 +111,3 @@ def test_evaluation_has_no_options():
     trainer = quiet_trainer(plugin, enable_checkpointing=True, enable_model_summary=True)
     trainer.validate(Model(stable_spam(lr=1.0)), ckpt_path="first.ckpt", verbose=False)
     assert plugin.overridden == []
-    assert re.match("LowBitPrecision\\('bf16'\\)", repr(plugin))

@@ -146,7 +146,6 @@ class Learner(Regression):
         return list((self if self.part == "all" else self.body[2]).parameters())
 
     def gradients(self):
-        """What of them is here."""
         here = [local(p.grad) for p in self.trained() if p.grad is not None]
         return [gradient for gradient in here if gradient.numel()]
 
@@ -189,15 +188,8 @@ class Diary(Callback):
 
 
 def train(plugin, strategy=None, end=STEPS, *, clip=None, **kwargs):
-    """A run of all ranks, or, without a strategy, of one process that accumulates what they sum.
-
-    Args:
-        plugin: with a scaler.
-        strategy: one of `STRATEGIES`.
-        end: how many optimizer steps have been taken then.
-        clip: largest norm of gradients.
-        **kwargs: of `Learner`.
-    """
+    """A run of all ranks, or, without a strategy, of one process that accumulates what they sum; ``kwargs`` are the
+    model's."""
     model = Learner(shard=strategy is not None and strategy.startswith("fsdp2"), **kwargs)
     diary, monitor = Diary(), LossScaleMonitor()
     several = {} if strategy is None else {"strategy": STRATEGIES[strategy]()}
@@ -243,7 +235,6 @@ def collectives(strategy):
 
 
 def plain(make):
-    """FSDP1 without Lightning."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         module = nn.Sequential(nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 1))

@@ -7,17 +7,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit import (
-    ConservativeGradScaler,
-    FP4Precision,
-    FP8Precision,
-    IntegerPrecision,
-    LowBitPrecision,
-    StaticGradScaler,
-    TernaryPrecision,
-)
+from lightning_lowbit import ConservativeGradScaler, LowBitPrecision, StaticGradScaler
 from tests.lightning_imports import Callback
-from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.precision.regression_model import Regression, fitted, flat, state
 
 #: A scale that moves within a few steps; a power of two at any time, which changes no digit of a gradient.
 MOVING = {"init_scale": 2.0**10, "growth_factor": 2.0, "growth_interval": 2}
@@ -37,7 +29,7 @@ def static(scale=2.0**10):
 
 
 class Overflowing(Regression):
-    """Has gradients that are not finite in some steps: from their first micro-batch.
+    """Has gradients that are not finite from the first micro-batch of some steps on.
 
     Args:
         at: which steps.
@@ -76,12 +68,8 @@ class Steps(Callback):
     """
 
     def __init__(self):
-        self.scalers = []
-        self.weights = []
-        self.optimizers = []
-        self.gradients = []
-        self.clipped = []
-        self.saved = []
+        self.scalers, self.weights, self.optimizers = [], [], []
+        self.gradients, self.clipped, self.saved = [], [], []
 
     @property
     def scales(self):
@@ -110,11 +98,9 @@ def gradients(model):
 
 
 def train(plugin, model=None, steps=8, **kwargs):
-    """One epoch of as many steps."""
     seen = Steps()
     batches = steps * kwargs.get("accumulate_grad_batches", 1)
-    made = trainer(plugin, max_steps=steps, limit_train_batches=batches, callbacks=[seen], **kwargs)
-    made.fit(model or Regression())
+    made = fitted(plugin, model, max_steps=steps, limit_train_batches=batches, callbacks=[seen], **kwargs)
     assert made.global_step == len(seen.scalers) == steps, "the run has not the length that it was given"
     return seen
 
@@ -135,17 +121,6 @@ def assert_same(found, expected, place="it"):
         assert found == expected, f"{place} is {found}, not {expected}"
 
 
-PRECISIONS = {
-    "LowBitPrecision": lambda **kwargs: LowBitPrecision("mxfp4", **kwargs),
-    "FP4Precision": FP4Precision,
-    "FP8Precision": FP8Precision,
-    "FP8Precision current": lambda **kwargs: FP8Precision("current", **kwargs),
-    "FP8Precision row": lambda **kwargs: FP8Precision("row", **kwargs),
-    "FP8Precision mx": lambda **kwargs: FP8Precision("mx", **kwargs),
-    "TernaryPrecision": TernaryPrecision,
-    "IntegerPrecision": lambda **kwargs: IntegerPrecision(group="row", **kwargs),
-}
-
 OVERFLOWS = (3, 5)
 
 SCALERS = {
@@ -155,12 +130,9 @@ SCALERS = {
 
 
 def run(plugin, steps, model=None, **kwargs):
-    """Trains in epochs of one step, and leaves a checkpoint."""
-    model = model or Overflowing(OVERFLOWS)
-    made = trainer(plugin, max_steps=steps, limit_train_batches=1)
-    made.fit(model, **kwargs)
+    made = fitted(plugin, model or Overflowing(OVERFLOWS), max_steps=steps, limit_train_batches=1, **kwargs)
     made.save_checkpoint("x.ckpt")
-    return model
+    return made.lightning_module
 
 
 def checkpoint():

@@ -6,7 +6,7 @@ import yaml
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision, StaticGradScaler
-from tests.lightning_imports import Callback, from_yaml
+from tests.lightning_imports import Callback, MixedPrecision, from_yaml
 from tests.precision.fp16.runs import (
     MOVING,
     OVERFLOWS,
@@ -21,6 +21,7 @@ from tests.precision.fp16.runs import (
     train,
 )
 from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.tables import each
 
 
 @pytest.mark.fast("5-conservative", "4-torch's")
@@ -43,13 +44,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(cut, scaler):
     assert_same(checkpoint()["lightning_lowbit"], expected)
 
 
-def test_the_scale_of_a_checkpoint_matters():
-    """Else the test above would prove nothing."""
-    run(fp16(SCALERS["conservative"]()), 4)
-    found = checkpoint()["lightning_lowbit"]["scaler"]
-    fresh = SCALERS["conservative"]().state_dict()
-    differing = {key for key in fresh if fresh[key] != found[key]}
-    assert differing == {"scale", "_growth_tracker", "_tolerated"}
+@pytest.mark.parametrize("cut", [3, 4, 6])
+def test_a_scaler_alone_in_lightnings_own_precision(cut):
+    def plugin():
+        return MixedPrecision("16-mixed", "cpu", SCALERS["conservative"]())
+
+    whole = run(plugin(), 9)
+    expected = checkpoint()["MixedPrecision"]
+    assert "_tolerated" in expected
+    assert not torch.equal(flat(whole), flat(Regression())), "nothing was trained"
+    run(plugin(), cut)
+    resumed = run(plugin(), 9, ckpt_path="x.ckpt")
+    assert checkpoint()["MixedPrecision"] == expected
+    assert torch.equal(flat(resumed), flat(whole)), "final weights differ"
+    run(fp16(SCALERS["conservative"]()), 9)
+    assert checkpoint()["lightning_lowbit"]["scaler"] == expected, "in this package's plugin it moves otherwise"
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
@@ -136,8 +145,6 @@ def test_histories_of_a_checkpoint_follow_the_scale(first, then):
 
 
 class Doubling(GradScaler):
-    """A user's own scaler."""
-
     def __init__(self, interval=7):
         super().__init__("cpu", growth_interval=interval)
 
@@ -145,9 +152,7 @@ class Doubling(GradScaler):
 CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor": 4.0, "cooldown": 5, "device": "cpu"}
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("plugin", ["FP4Precision", "LowBitPrecision"])
-@pytest.mark.parametrize(
+@each(
     ("scaler", "expected"),
     [
         (None, ConservativeGradScaler()),
@@ -164,9 +169,9 @@ CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor"
         ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
     ],
 )
-def test_from_yaml(plugin, scaler, expected):
-    arguments = {"casts": "nvfp4", "compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
-    plugins = {"class_path": f"lightning_lowbit.{plugin}", "init_args": arguments}
+def test_from_yaml(scaler, expected):
+    arguments = {"compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
+    plugins = {"class_path": "lightning_lowbit.FP4Precision", "init_args": arguments}
     result = from_yaml(yaml.safe_dump({"plugins": plugins})).precision_plugin.scaler
     assert (type(result).__module__, type(result).__name__) == (type(expected).__module__, type(expected).__name__)
     assert result.state_dict() == expected.state_dict()

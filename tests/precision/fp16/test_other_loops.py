@@ -1,4 +1,6 @@
-"""fp16 with other ways to train: manual optimization, several optimizers, closures."""
+"""fp16 with other ways to train: manual optimization, several optimizers, closures; and what is refused."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,16 +8,21 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW
 
-from lightning_lowbit import FP8Precision, LowBitPrecision, StableSPAM
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    FP4Precision,
+    FP8Precision,
+    LowBitPrecision,
+    ShardedConservativeGradScaler,
+    StableSPAM,
+)
 from tests.lightning_imports import MisconfigurationException, MixedPrecision
 from tests.precision.fp16.runs import MOVING, Overflowing, assert_same, fp16, moving, static, train
-from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.precision.regression_model import Regression, fitted, flat, state, trainer
 from tests.tables import each
 
 
 class Absent(Regression):
-    """Has no loss in some training steps."""
-
     def __init__(self, *absent):
         super().__init__()
         self.absent = absent
@@ -44,153 +51,120 @@ def test_steps_without_a_loss(absent, make, accumulate):
     assert any(moves[0])
 
 
-class Manual(Overflowing):
-    """Manual optimization, by two optimizers with the gradients of one backward pass."""
+X = torch.ones(2, 16)
 
-    def __init__(self, at=()):
-        super().__init__(at)
+
+class Manual(Overflowing):
+    """Manual optimization by two optimizers: ``step`` takes the model, both of them and the number of the batch.
+
+    Attributes:
+        norms: of an optimizer's gradients, as it steps.
+    """
+
+    def __init__(self, step, set_to_none=True):
+        super().__init__()
         self.automatic_optimization = False
+        self.step, self.set_to_none = step, set_to_none
+        self.norms = []
 
     def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
-        first.zero_grad()
-        second.zero_grad()
-        self.manual_backward(self.loss(8 * batch_idx, 1.0))
-        first.step()
-        second.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad(set_to_none=self.set_to_none)
+        self.step(self, first, second, batch_idx)
+
+    def lower(self, output):
+        self.manual_backward(output.float().square().mean())
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(norm_of(optimizer))
 
     def configure_optimizers(self):
         return [SGD(p, 0.05) for p in (self.first.parameters(), [*self.mlp.parameters(), *self.head.parameters()])]
 
 
+def norm_of(optimizer):
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).item()
+
+
+def trained(scaler, step, set_to_none=True):
+    how = {"max_steps": 8, "limit_train_batches": 4, "max_epochs": 1}
+    return fitted(fp16(scaler), Manual(step, set_to_none), **how).lightning_module
+
+
 def test_two_optimizers_share_a_backward_pass():
     """Also where the scale changes between their steps: gradients have that of the backward pass."""
 
-    def weights(scaler):
-        model = Manual()
-        trainer(fp16(scaler), max_steps=8, limit_train_batches=4).fit(model)
-        return flat(model)
-
-    assert torch.equal(weights(moving(growth_interval=1, cap=2.0**14)), weights(static())), "a scale is left in"
-
-
-class ClippedByHand(Manual):
-    """Clips one of two optimizers by hand, between its backward pass and that of the other, or after both.
-
-    Attributes:
-        norms: of both optimizers' gradients, as they step.
-    """
-
-    def __init__(self, between):
-        super().__init__()
-        self.between = between
-        self.norms = []
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        x = torch.ones(2, 16)
-        first.zero_grad()
-        second.zero_grad()
-        self.manual_backward(self.first(x).float().square().mean())
-        if self.between:
-            self.clip_gradients(first, gradient_clip_val=1e-3)
-        self.manual_backward(self.head(x).float().square().mean())
-        if not self.between:
-            self.clip_gradients(first, gradient_clip_val=1e-3)
+    def step(model, first, second, place):
+        model.manual_backward(model.loss(8 * place, 1.0))
         first.step()
         second.step()
 
-    def on_before_optimizer_step(self, optimizer):
-        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.norms.append(torch.nn.utils.get_total_norm(found).item())
+    found, expected = (trained(scaler, step) for scaler in (moving(growth_interval=1, cap=2.0**14), static()))
+    assert torch.equal(flat(found), flat(expected)), "a scale is left in"
 
 
-@pytest.mark.parametrize("between", [False, True])
+@each("between", [False, True])
 def test_clipping_by_hand_clips_true_gradients(between):
     """Without a step in between, so that the scale moves only after both."""
 
-    def norms(scaler):
-        model = ClippedByHand(between)
-        trainer(fp16(scaler), max_steps=8, limit_train_batches=4).fit(model)
-        return model.norms
+    def step(model, first, second, _):
+        for is_due, layer in ((between, model.first), (not between, model.head)):
+            model.lower(layer(X))
+            if is_due:
+                model.clip_gradients(first, gradient_clip_val=1e-3)
+        first.step()
+        second.step()
 
-    found = norms(moving(growth_interval=1, cap=2.0**12))
-    assert found == norms(static(1.0)), "a scale is left in"
+    found = trained(moving(growth_interval=1, cap=2.0**12), step).norms
+    assert found == trained(static(1.0), step).norms, "a scale is left in"
     assert found[::2] == pytest.approx([1e-3] * 4, rel=1e-3), "those that are clipped"
     assert min(found[1::2]) > 0.1, "those that are not"
 
 
-class LeftOut(Manual):
-    """Clips the first optimizer by hand, and leaves out its step in the second of four batches.
-
-    Attributes:
-        norms: of its gradients after clipping.
-    """
-
-    def __init__(self, set_to_none, with_other):
-        super().__init__()
-        self.set_to_none, self.with_other = set_to_none, with_other
-        self.norms = []
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        first.zero_grad(set_to_none=self.set_to_none)
-        second.zero_grad()
-        self.manual_backward(self.loss(8 * batch_idx, 1.0))
-        self.clip_gradients(first, gradient_clip_val=1e9)
-        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.first.parameters()]).item())
-        if batch_idx != 1:
-            first.step()
-        if self.with_other:  # after its step the scale moves
-            second.step()
-
-
 @each("set_to_none, with_other", [(True, False), (False, True), (True, True)])
 def test_gradients_are_unscaled_after_a_step_that_was_left_out(set_to_none, with_other):
-    def norms(scaler):
-        model = LeftOut(set_to_none, with_other)
-        trainer(fp16(scaler), max_steps=8, limit_train_batches=4, max_epochs=1).fit(model)
-        return model.norms
+    def step(model, first, second, place):
+        model.manual_backward(model.loss(8 * place, 1.0))
+        model.clip_gradients(first, gradient_clip_val=1e9)
+        norms.append(norm_of(first))
+        if place != 1:
+            first.step()
+        if with_other:  # after its step the scale moves
+            second.step()
 
-    found = norms(moving(growth_interval=1, cap=2.0**12))
-    assert len(found) == 4
-    assert found == pytest.approx(norms(static()), rel=0.02), "a scale is left in"
+    norms = []
+    trained(moving(growth_interval=1, cap=2.0**12), step, set_to_none)
+    trained(static(), step, set_to_none)
+    assert len(norms) == 8
+    assert norms[:4] == pytest.approx(norms[4:], rel=0.02), "a scale is left in"
 
 
-class Late(ClippedByHand):
-    """Clips the first optimizer, steps the second, and steps the first after another backward pass, maybe its own."""
+def test_clipped_gradients_keep_their_size_and_no_scaled_ones_are_added_to_them():
+    """The first optimizer steps after a step of the other one and another backward pass, of it or not."""
 
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        x = torch.ones(2, 16)
-        first.zero_grad()
-        second.zero_grad()
-        self.manual_backward(self.head(self.first(x)).float().square().mean())
-        self.clip_gradients(first, gradient_clip_val=1e-3)
+    def step(of_first, model, first, second, _):
+        model.lower(model.head(model.first(X)))
+        model.clip_gradients(first, gradient_clip_val=1e-3)
         second.step()
-        self.manual_backward(self.head(x if self.between else self.first(x)).float().square().mean())
+        model.lower(model.head(model.first(X) if of_first else X))
         first.step()
 
-
-def test_clipped_gradients_keep_their_size_while_another_optimizer_steps():
-    model = Late(between=True)
-    trainer(fp16(moving(growth_interval=1, cap=2.0**12)), max_steps=8, limit_train_batches=4).fit(model)
+    model = trained(moving(growth_interval=1, cap=2.0**12), partial(step, False))
     assert model.norms[1::2] == pytest.approx([1e-3] * 4, rel=1e-3)
-
-
-def test_scaled_gradients_are_not_added_to_clipped_ones():
     with pytest.raises(MisconfigurationException, match="Call step.. or zero_grad"):
-        trainer(fp16(static()), max_steps=8, limit_train_batches=4).fit(Late(between=False))
+        trained(static(), partial(step, True))
 
 
 @pytest.mark.parametrize(
     ("make", "own"),
     [
-        (lambda p: SGD(p, 0.05), 0),
-        (lambda p: AdamW(p, lr=1e-3), 0),
-        (lambda p: AdamW(p, lr=1e-3, fused=True), 0),
-        (lambda p: SGD(p, 0.05, momentum=0.9, fused=True), 1),  # until it has a momentum
-        (lambda p: StableSPAM(p), 0),
+        (partial(SGD, lr=0.05), 0),
+        (partial(AdamW, lr=1e-3), 0),
+        (partial(AdamW, lr=1e-3, fused=True), 0),
+        (partial(SGD, lr=0.05, momentum=0.9, fused=True), 1),  # until it has a momentum
+        (StableSPAM, 0),
     ],
 )
 def test_the_host_waits_no_more_often_than_with_lightnings_plugin(make, own, monkeypatch):
@@ -248,44 +222,30 @@ def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind():
     assert_same(train(plugin).scalers, train(fp16(moving())).scalers, "scaler")
 
 
-def test_two_plugins_with_one_scaler_start_each_from_the_beginning():
-    scaler = moving()
-    plugins = [fp16(scaler), fp16(scaler)]
-    first, second = (train(plugin, Overflowing((1, 4))) for plugin in plugins)
-    assert_same(second.scalers, first.scalers, "scaler")
-    assert_same(second.weights, first.weights, "weights")
-
-
 def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts():
-    model = Overflowing()
-    made = trainer(MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=4.0)))
-    made.fit(model)
+    made = fitted(MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=4.0)))
     made.save_checkpoint("other.ckpt")
     with pytest.warns(UserWarning, match="holds no state of lightning_lowbit .* The loss scale starts at 1024."):
-        trainer(fp16(moving()), max_steps=3).fit(Overflowing(), ckpt_path="other.ckpt", weights_only=True)
+        fitted(fp16(moving()), ckpt_path="other.ckpt", max_steps=3)
 
 
 def test_lbfgs_is_refused():
-    model = Overflowing(make=torch.optim.LBFGS)
     with pytest.raises(MisconfigurationException, match=r"LBFGS .* compute_dtype='bf16' or 'fp32', or use another"):
-        trainer(fp16()).fit(model)
+        fitted(fp16(), Overflowing(make=torch.optim.LBFGS))
 
 
 @pytest.mark.parametrize("make", [lambda: moving(hysteresis=2), lambda: GradScaler("cpu", **MOVING)])
-def test_one_plugin_in_two_runs_starts_each_from_the_beginning(make):
-    plugin = FP8Precision(history=3, compute_dtype="fp16", scaler=make())
-    first = train(plugin, Overflowing((1, 4)))
-    second = train(plugin, Overflowing((1, 4)))
+def test_another_run_with_a_plugin_or_a_scaler_starts_from_the_beginning(make):
+    plugin, other = (FP8Precision(history=3, compute_dtype="fp16", scaler=scaler) for scaler in [make()] * 2)
+    first, *others = (train(one, Overflowing((1, 4))) for one in (plugin, plugin, other))
     assert plugin.skipped_steps == 2, "those of the first run are counted"
-    assert_same(second.scalers, first.scalers, "scaler")
-    assert_same(second.saved, first.saved, "state")
-    assert_same(second.weights, first.weights, "weights")
+    for seen in others:
+        assert_same([seen.scalers, seen.saved, seen.weights], [first.scalers, first.saved, first.weights])
 
 
 def test_fit_validate_fit_on_one_trainer():
     plugin, model = fp16(moving()), Overflowing((1,))
-    made = trainer(plugin, limit_train_batches=4, limit_val_batches=2, num_sanity_val_steps=0)
-    made.fit(model)
+    made = fitted(plugin, model, limit_train_batches=4, limit_val_batches=2, num_sanity_val_steps=0)
     before = state(plugin)
     made.validate(model, verbose=False)
     made.predict(model)
@@ -294,3 +254,33 @@ def test_fit_validate_fit_on_one_trainer():
     made.fit_loop.epoch_loop.max_steps = 4
     made.fit(model)
     assert (plugin.step, plugin.skipped_steps.item()) == (4, 1)
+
+
+@each(
+    ("arguments", "message"),
+    [
+        ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'auto'.* leave out scaler=ConservativeGradScaler, or"),
+        ({"compute_dtype": "fp32", "scaler": static()}, r"got 'fp32'.* leave out scaler=StaticGradScaler, or train"),
+        ({"compute_dtype": "fp16", "scaler": 2.0**16}, r"scaler is a torch.amp.GradScaler, or None; got 65536.0"),
+        ({"compute_dtype": "fp16", "scaler": GradScaler}, r"scaler is a torch.amp.GradScaler, or None; got <class"),
+        ({"compute_dtype": "fp16", "scaler": "default"}, r"scaler is a torch.amp.GradScaler, or None; got 'default'"),
+        (
+            {"compute_dtype": "fp16", "scaler": GradScaler("cpu", enabled=False)},
+            r"The scaler GradScaler is disabled, and fp16 needs one.* device='cpu'; or leave out enabled=False",
+        ),
+        (
+            {"compute_dtype": "fp16", "scaler": ConservativeGradScaler(device="cpu", enabled=False)},
+            r"The scaler ConservativeGradScaler is disabled",
+        ),
+    ],
+)
+def test_bad_arguments_say_what_to_do(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FP4Precision(**arguments)
+
+
+def test_a_sharded_scaler_needs_ranks():
+    model, needs = Regression(), r"ShardedConservativeGradScaler needs .*SingleDeviceStrategy has none.*asks all ranks"
+    with pytest.raises(MisconfigurationException, match=needs):
+        fitted(fp16(ShardedConservativeGradScaler(device="cpu")), model)
+    assert type(model.head) is torch.nn.Linear, "a refused model has been changed"

@@ -7,51 +7,30 @@ rounding comes in, the test says which.
 """
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 
 from tests.launch import launch
-from tests.precision.fp16.ranks import (
-    BAD,
-    CLIP,
-    CLIPPED,
-    COUNTED,
-    NORMS,
-    ORGANIC,
-    OUTLIERS,
-    PARTS,
-    PLAIN,
-    PLANTED,
-    RANKS,
-    RATE,
-    SHARDED,
-    STEPS,
-    THRESHOLD,
-    plugin,
-    train,
-)
+from tests.precision.fp16 import ranks
 
 pytestmark = pytest.mark.slow
-
-Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return launch("tests.precision.fp16.ranks", RANKS, tmp_path_factory.mktemp("scaled"))
+    return launch("tests.precision.fp16.ranks", ranks.RANKS, tmp_path_factory.mktemp("scaled"))
 
 
 @cache
-def alone(scaler, name="bf16", end=STEPS, **kwargs):
+def alone(scaler, name="bf16", end=ranks.STEPS, **kwargs):
     """The same run in one process, where a scaler has no ranks to ask."""
-    return train(plugin(scaler.removeprefix("sharded "), name), end=end, **kwargs)
+    return ranks.train(ranks.plugin(scaler.removeprefix("sharded "), name), end=end, **kwargs)
 
 
 def skipped(*steps):
     """How many were skipped after each step, if these were."""
-    return [sum(bad <= step for bad in steps) for step in range(STEPS)]
+    return [sum(bad <= step for bad in steps) for step in range(ranks.STEPS)]
 
 
 def assert_near(found, wanted, atol=0.0):
@@ -76,93 +55,73 @@ def rounding(run, epsilon):
     return epsilon * paths(run).sum(0).max().item()
 
 
-@pytest.mark.parametrize(("strategy", "scaler", "part"), PLANTED)
+@pytest.mark.parametrize(("strategy", "scaler", "part"), ranks.PLANTED)
 def test_an_infinity_on_one_rank_skips_the_step_on_all(results, strategy, scaler, part):
     expected = alone(scaler, part=part, culprit=0)
     # The norm is a sum of two sums, in float32.
     atol = rounding(expected, 2**-20) if scaler == "norm" else 0.0
-    for rank, result in enumerate(results):
-        run = result[f"planted: {strategy}, {scaler}, {part}"]
-        assert torch.equal(*run["weights"][BAD : BAD + 2]), f"rank {rank} stepped"
-        assert run["skipped"] == skipped(BAD), f"rank {rank} has skipped {run['skipped']} steps"
+    runs = [result[f"planted: {strategy}, {scaler}, {part}"] for result in results]
+    for rank, run in enumerate(runs):
+        assert torch.equal(*run["weights"][ranks.BAD : ranks.BAD + 2]), f"rank {rank} stepped"
+        assert run["skipped"] == skipped(ranks.BAD), f"rank {rank} has skipped {run['skipped']} steps"
         assert run["scales"] == expected["scales"], f"rank {rank}: {run['scales']}, one process {expected['scales']}"
         assert_near(run["whole"], expected["whole"], atol)
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_one_rank_has_no_gradient_of_the_head(results, strategy):
-    """Or else the test above would not say what happens on it."""
-    runs = [result[f"planted: {strategy}, conservative, head"] for result in results]
     steps = sorted(len(run["factors"]) for run in runs)
-    assert steps == [0, STEPS], f"the ranks had gradients in {steps} steps"
+    assert part != "head" or steps == [0, ranks.STEPS], f"of the head one rank has no gradient, and they had {steps}"
 
 
-@pytest.mark.parametrize(("strategy", "name"), ORGANIC)
-def test_the_trajectory_is_that_of_one_process(results, strategy, name):
+@pytest.mark.parametrize(("strategy", "name"), ranks.ORGANIC)
+def test_the_trajectory_and_the_monitor_are_those_of_one_process(results, strategy, name):
     expected = alone("patient", name, outlier=True)
+    assert expected["metrics"]["loss_scale/skipped_steps"] == len(ranks.OUTLIERS), expected["metrics"]
     # A sum in fp16 is off by 2^-11 of itself, or less; later activations, in fp16 themselves, may be as far off again.
     atol = rounding(expected, 2**-10) if strategy == "fsdp1, sums in fp16" else 0.0
     for rank, result in enumerate(results):
         run = result[f"organic: {strategy}, {name}"]
-        for process, made in ((f"rank {rank}", run), ("one process", expected)):
-            assert made["skipped"] == skipped(*OUTLIERS), f"{process} has skipped {made['skipped']} steps"
-        assert run["scales"] == expected["scales"], f"rank {rank}: {run['scales']}, one process {expected['scales']}"
+        assert run["skipped"] == skipped(*ranks.OUTLIERS), f"rank {rank} has skipped {run['skipped']} steps"
+        for kind in ("skipped", "scales", "monitor", "metrics"):
+            assert run[kind] == expected[kind], f"rank {rank}: {run[kind]}, one process {expected[kind]}"
         assert_near(run["whole"], expected["whole"], atol)
 
 
-@pytest.mark.parametrize(("strategy", "name"), ORGANIC)
-def test_the_monitor_has_the_numbers_of_one_process(results, strategy, name):
-    expected = alone("patient", name, outlier=True)
-    assert expected["metrics"]["loss_scale/skipped_steps"] == len(OUTLIERS), f"one process logged {expected['metrics']}"
-    for rank, result in enumerate(results):
-        for kind in ("monitor", "metrics"):
-            found = result[f"organic: {strategy}, {name}"][kind]
-            assert found == expected[kind], f"rank {rank}: {found}, one process {expected[kind]}"
-
-
-@pytest.mark.parametrize(("strategy", "part"), NORMS)
+@pytest.mark.parametrize(("strategy", "part"), ranks.NORMS)
 def test_alpha_is_that_of_the_whole_norm(results, strategy, part):
-    name, expected = f"norm: {strategy}, {part}", alone("norm", part=part)
+    expected = alone("norm", part=part)
+    alpha = expected["factors"][0]
+    moved = length([{"run": expected}], "run") / ranks.RATE  # the first step is the gradient
+    assert alpha == pytest.approx(2 - moved / alpha / ranks.THRESHOLD, rel=1e-5), f"α is {alpha}, the step {moved}"
     assert all(1 < factor < 2 for factor in expected["factors"]), f"one process: {expected['factors']}"
     # Factors are ratios of float32, and the norm is a sum of two sums.
     for rank, result in enumerate(results):
-        if found := result[name]["factors"]:
-            assert found == pytest.approx(expected["factors"], rel=2**-20), f"on rank {rank}"
-        assert_near(result[name]["whole"], expected["whole"], rounding(expected, 2**-20))
+        run = result[f"norm: {strategy}, {part}"]
+        if run["factors"]:
+            assert run["factors"] == pytest.approx(expected["factors"], rel=2**-20), f"on rank {rank}"
+        assert_near(run["whole"], expected["whole"], rounding(expected, 2**-20))
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_alpha_follows_from_the_norm(part):
-    """In one process, on which the test above relies; the first step is the gradient."""
-    run = alone("norm", part=part)
-    alpha, moved = run["factors"][0], length([{"run": run}], "run") / RATE
-    norm = moved / alpha
-    assert alpha == pytest.approx(2 - norm / THRESHOLD, rel=1e-5), f"α is {alpha}, the norm {norm}"
-
-
-@pytest.mark.parametrize("strategy", CLIPPED)
+@pytest.mark.parametrize("strategy", ranks.CLIPPED)
 def test_what_is_clipped_is_the_whole_unscaled_norm(results, strategy):
-    expected = alone("conservative", end=1, clip=CLIP)
-    norm = length([{"run": alone("conservative")}], "run") / RATE
-    assert norm > 2 * CLIP, f"the norm is {norm}, so that nothing is clipped"
+    expected = alone("conservative", end=1, clip=ranks.CLIP)
+    norm = length([{"run": alone("conservative")}], "run") / ranks.RATE
+    assert norm > 2 * ranks.CLIP, f"the norm is {norm}, so that nothing is clipped"
     # All ranks of DDP have all weights.
-    found = length(results[:1] if strategy == "ddp" else results, f"clipped: {strategy}") / RATE
+    found = length(results[:1] if strategy == "ddp" else results, f"clipped: {strategy}") / ranks.RATE
     # torch adds 1e-6 to the norm; weights of 0.3 in float32 have moved by 1e-3.
-    assert found == pytest.approx(CLIP, rel=1e-5), f"clipped to {found}"
+    assert found == pytest.approx(ranks.CLIP, rel=1e-5), f"clipped to {found}"
     for result in results:
         assert_near(result[f"clipped: {strategy}"]["whole"], expected["whole"], rounding(expected, 2**-20))
 
 
-@pytest.mark.parametrize("strategy", COUNTED)
+@pytest.mark.parametrize("strategy", ranks.COUNTED)
 def test_an_overflow_costs_one_collective_where_gradients_are_sharded(results, strategy):
     for rank, result in enumerate(results):
         counts = result[f"collectives: {strategy}"]
         own = counts["fp16"] - counts["fp32"] - counts["unscaling"]
         assert counts["fp32"] > 0, f"rank {rank} has not seen any collectives"
-        assert own == STEPS * (strategy in SHARDED), f"rank {rank}: {own} more in {STEPS} steps, of {counts}"
+        assert own == ranks.STEPS * (strategy in ranks.SHARDED), f"rank {rank}: {own} more, of {counts}"
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", ranks.PLAIN)
 def test_sharded_scalers_do_without_lightning(results, name):
     scales = [result[f"plain: {name}"]["scales"] for result in results]
     assert scales[0] == scales[1], f"the ranks have the scales {scales}"
@@ -172,10 +131,8 @@ def test_sharded_scalers_do_without_lightning(results, name):
     for rank, result in enumerate(results):
         moved = (paths(result[f"plain: {name}"]) > 0).any(1).tolist()
         assert moved == [True, False, True], f"rank {rank} stepped: {moved}"
-
-
-def test_sharded_alpha_without_lightning(results):
-    norm = length(results, "plain: conservative") / RATE
-    alpha = length(results, "plain: norm") / length(results, "plain: conservative")
-    assert 1 < alpha < 2, f"α is {alpha}"
-    assert alpha == pytest.approx(2 - norm / THRESHOLD, rel=1e-5), f"α is {alpha}, the norm {norm}"
+    if name == "norm":
+        norm, moved = (length(results, f"plain: {kind}") for kind in ("conservative", "norm"))
+        alpha = moved / norm
+        assert 1 < alpha < 2, f"α is {alpha}"
+        assert alpha == pytest.approx(2 - norm / ranks.RATE / ranks.THRESHOLD, rel=1e-5), f"the step is {norm}"

@@ -5,13 +5,13 @@ Each step has the same gradient: batches are equal, and the learning rate is 0.
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbit import ConservativeGradScaler, FP8Precision, SpikeRollback, StaticGradScaler
-from tests.lightning_imports import Callback, LightningModule, pytorch, quiet_trainer
+from tests.lightning_imports import Callback, pytorch, quiet_trainer
+from tests.precision.base.models import Classifier
 from tests.precision.fp16.runs import moving, static
+from tests.precision.regression_model import On
 from tests.tables import each
 
 Scheduler = pytorch.callbacks.GradientAccumulationScheduler
@@ -19,18 +19,16 @@ X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X.repeat(12, 1), X[:, :8].argmax(1).repeat(12))  # 12 equal batches
 
 
-class Net(LightningModule):
+class Net(Classifier):
     """Notes the norms of the gradients of its first layer; its loss is multiplied by what ``factors`` has per step."""
 
     def __init__(self, factors=lambda step: 1.0, manual=False):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        super().__init__(rate=0.0, momentum=0)
         self.norms = []
         self.factors, self.automatic_optimization = factors, not manual
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = F.cross_entropy(self.net(x).float(), y) * self.factors(self.trainer.global_step)
+        loss = super().training_step(batch, batch_idx) * self.factors(self.trainer.global_step)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -42,15 +40,11 @@ class Net(LightningModule):
         factor = self.factors(self.trainer.global_step)
         self.norms.append(self.net[0].weight.grad.norm().item() / factor)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
 
-
-def fit(plugin, *callbacks, model=None, **kwargs):
-    torch.manual_seed(0)
-    model, path = model or Net(), kwargs.pop("ckpt_path", None)
+def fit(plugin, *callbacks, model=None, ckpt_path=None, **kwargs):
+    model = model or Net()
     trainer = quiet_trainer(plugin, callbacks=[*callbacks], **{"max_epochs": 4, **kwargs})
-    trainer.fit(model, DataLoader(DATA, batch_size=16), ckpt_path=path)
+    trainer.fit(model, DataLoader(DATA, batch_size=16), ckpt_path=ckpt_path)
     return model.norms
 
 
@@ -94,17 +88,6 @@ def test_another_number_of_micro_batches(make):
     assert_constant(norms)
 
 
-class Keep(Callback):
-    """A checkpoint at each of these places."""
-
-    def on_train_epoch_start(self, trainer, *_):
-        trainer.save_checkpoint(f"start {trainer.current_epoch}.ckpt")
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 11:
-            trainer.save_checkpoint(f"end {trainer.current_epoch}.ckpt")
-
-
 @each("scaler", [None, lambda: moving(growth_interval=1, growth_factor=1.5, init_scale=2.0**4)])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
@@ -120,7 +103,15 @@ def test_a_run_resumed_where_it_changes(scaler):
     def changes():
         return Scheduler({0: 3, 1: 1, 2: 4, 3: 6})
 
-    whole = resume("delayed", changes(), Keep())
+    def save(place, trainer, batch):
+        if batch in (None, 11):
+            trainer.save_checkpoint(f"{place} {trainer.current_epoch}.ckpt")
+
+    keep = On(
+        on_train_epoch_start=lambda trainer, *_: save("start", trainer, None),
+        on_train_batch_end=lambda trainer, *rest: save("end", trainer, rest[-1]),
+    )
+    whole = resume("delayed", changes(), keep)
     assert_constant(whole)
     assert resume("delayed", changes(), ckpt_path="end 0.ckpt") == whole[4:], "not to the bit"
     for place in ("end 0", "end 1", "end 2", "start 1", "start 2", "start 3"):
@@ -130,8 +121,6 @@ def test_a_run_resumed_where_it_changes(scaler):
 
 
 class Setting(Callback):
-    """Gives the plugin another scaler, or the scaler another scale, after some steps."""
-
     def on_train_batch_start(self, trainer, *_):
         plugin = trainer.precision_plugin
         if trainer.global_step == 4:
@@ -142,10 +131,12 @@ class Setting(Callback):
             plugin.scaler.update(2.0**12)
 
 
-class Overflow(Callback):
-    def on_after_backward(self, trainer, pl_module):
-        if trainer.global_step in (5, 9):
-            pl_module.net[2].bias.grad[0] = torch.inf
+def overflow(trainer, pl_module):
+    if trainer.global_step in (5, 9):
+        pl_module.net[2].bias.grad[0] = torch.inf
+
+
+OVERFLOW = On(on_after_backward=overflow)
 
 
 @each(
@@ -153,8 +144,8 @@ class Overflow(Callback):
     [
         (lambda: static(2.0**12), []),
         (lambda: moving(growth_interval=1, cap=2.0**14), []),
-        (lambda: moving(growth_interval=3, cooldown=0), [Overflow()]),
-        (lambda: moving(growth_interval=2, growth_factor=1.5), [Overflow(), Scheduler({0: 1, 2: 3, 3: 1})]),
+        (lambda: moving(growth_interval=3, cooldown=0), [OVERFLOW]),
+        (lambda: moving(growth_interval=2, growth_factor=1.5), [OVERFLOW, Scheduler({0: 1, 2: 3, 3: 1})]),
         (lambda: StaticGradScaler(2.0**8, device="cpu"), [Setting()]),
     ],
 )
@@ -165,20 +156,19 @@ def test_another_loss_scale(scaler, callbacks, manual):
     plugin = delayed(compute_dtype="fp16", scaler=scaler())
     norms = fit(plugin, *callbacks, model=Net(manual=manual), max_epochs=2 if manual else 4)
     assert_constant([norm for norm in norms if norm < 1e3])
-    assert bool(plugin.skipped_steps) == any(isinstance(one, Overflow) for one in callbacks)
+    assert bool(plugin.skipped_steps) == (OVERFLOW in callbacks)
 
 
 def test_a_loss_of_another_size_in_training_step_is_told():
-    class Tell(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step in (0, 6):
-                trainer.precision_plugin.scale_gradients(1.0 if trainer.global_step == 0 else 256.0)
+    def tell(trainer, *_):
+        if trainer.global_step in (0, 6):
+            trainer.precision_plugin.scale_gradients(1.0 if trainer.global_step == 0 else 256.0)
 
     def factor(step):
         return 1.0 if step >= 6 else 1 / 256
 
     for manual in (False, True):
-        assert_constant(fit(delayed(), Tell(), model=Net(factor, manual), max_epochs=1))
+        assert_constant(fit(delayed(), On(on_train_batch_start=tell), model=Net(factor, manual), max_epochs=1))
         untold = fit(delayed(), model=Net(factor, manual), max_epochs=1)
         assert untold[6] < 0.5 * untold[5], "the case does not tell"
     with pytest.raises(ValueError, match="factor is what the loss has grown by, above 0; got 0"):

@@ -5,37 +5,38 @@ import torch
 
 from lightning_lowbit import FP8Precision, LowBitPrecision, QAFSwitch
 from lightning_lowbit.nn import AmaxHistories, fold
-from tests.lightning_imports import BoringModel, Callback
+from tests.lightning_imports import BoringModel
 from tests.precision.base.models import GAN
 from tests.precision.regression_model import (
     DOWN,
     LAYERS,
+    On,
     Regression,
     Witness,
     assert_histories,
-    assert_in_force,
+    fitted,
     flat,
     state,
     trainer,
 )
 
-SCALINGS = ("delayed", "current", "row", "blockwise", "mx")
-
 
 @pytest.mark.fast("delayed-token", "current-channel", "blockwise-None")
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", ["delayed", "current", "row", "blockwise", "mx"])
 def test_loss_falls(scaling, smooth):
     def train(plugin):
-        model = Regression()
-        trainer(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4).fit(model)
-        first, last = torch.stack(model.val_losses[2:6]).mean(), torch.stack(model.val_losses[-4:]).mean()
-        return first, last
+        model = fitted(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4).lightning_module
+        return torch.stack(model.val_losses[2:6]).mean(), torch.stack(model.val_losses[-4:]).mean()
 
     first, last = train(FP8Precision(scaling, smooth_swiglu=smooth, history=4 if scaling == "delayed" else 16))
     assert last < 0.4 * first, f"the loss only falls from {first:.3f} to {last:.3f}"
-    in_bf16 = train(LowBitPrecision("bf16"))[1]
+    _, in_bf16 = train(LowBitPrecision("bf16"))
     assert last < 1.5 * in_bf16, f"the loss falls to {last:.3f}, in bf16 to {in_bf16:.3f}"
+
+
+def delayed(history=4, **kwargs):
+    return FP8Precision(history=history, **{"smooth_swiglu": "channel", "compute_dtype": "fp32", **kwargs})
 
 
 # Ways to train, each of which takes its steps elsewhere.
@@ -60,121 +61,78 @@ WAYS = {
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_histories_are_what_the_steps_saw(way, recompute, smooth):
-    model, witness = Regression(recompute, val_size=100.0), Witness()
-    plugin = FP8Precision(history=3, smooth_swiglu=smooth, compute_dtype="fp32")
+    model, witness, plugin = Regression(recompute, val_size=100.0), Witness(), delayed(3, smooth_swiglu=smooth)
     options = {"max_steps": 4, "limit_train_batches": 4, "num_sanity_val_steps": 0, **WAYS[way]}
-    made = trainer(plugin, callbacks=[witness], **options)
-    made.fit(model)
+    fitted(plugin, model, callbacks=[witness], **options)
     assert len(witness.steps) == plugin.step == 4
     assert bool(model.val_losses) == bool(options.get("limit_val_batches")), "validation did not do what it should"
-    found = state(plugin)
-    assert {key.split("/")[0] for key in found["amax_history"]} == set(LAYERS)
-    assert_histories(found["amax_history"], witness, 3)
-    assert_in_force(found["amax_history"], witness, 3)
+    assert_histories(found := state(plugin), witness, 3)
+    assert {key.split("/")[0] for key in found["amax_history"]} == {*LAYERS}
     assert list(found["channel_amax"]) == ([DOWN] if smooth else [])
-    for name, amax in found["channel_amax"].items():
-        assert torch.equal(amax, witness.channels[name]), "the channels are not those of the last step"
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_each_step_scales_by_the_steps_before_it(algorithm):
-    witness, plugin = Witness(), FP8Precision(history=3, algorithm=algorithm, compute_dtype="fp32")
-    trainer(plugin, callbacks=[witness], max_steps=6, limit_train_batches=6).fit(Regression())
-    found = state(plugin)["amax_history"]
-    assert_in_force(found, witness, 1 if algorithm == "most_recent" else 3)
-    in_force = torch.stack([amaxes for _, amaxes in witness.in_force["head"]])
-    assert (in_force[0] == 0).all(), "before the first step there is nothing to scale by"
-    assert (in_force[1:] > 0).all(), "the second step still scales by its own amaxes"
+def test_the_most_recent_step_alone_is_scaled_by():
+    witness, plugin = Witness(), delayed(3, algorithm="most_recent", smooth_swiglu=None)
+    fitted(plugin, callbacks=[witness], max_steps=6, limit_train_batches=6)
+    assert_histories(state(plugin), witness, 3, in_force=1)
 
 
 def test_without_a_history_each_step_scales_by_itself():
     """One step of delayed scaling is one of current scaling; two are not, or the histories are not used."""
 
     def weights(scaling, steps):
-        model = Regression()
-        trainer(FP8Precision(scaling), max_steps=steps).fit(model)
-        return flat(model)
+        return flat(fitted(FP8Precision(scaling), max_steps=steps).lightning_module)
 
     assert torch.equal(weights("delayed", 1), weights("current", 1))
     assert not torch.equal(weights("delayed", 2), weights("current", 2))
 
 
 class Manual(Regression):
-    """Manual optimization of several micro-batches."""
+    """Manual optimization: a step on several micro-batches, or one on each."""
 
-    def __init__(self):
+    def __init__(self, steps=False):
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.steps = False, steps
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for micro_batch in range(2):
-            self.manual_backward(self.loss(batch_idx * 2 + micro_batch, 1.0 + micro_batch))
-        optimizer.step()
+        for micro_batch, size in enumerate((1.0, 50.0)):
+            if self.steps or not micro_batch:
+                optimizer.zero_grad()
+            self.manual_backward(self.loss(batch_idx * 2 + micro_batch, size))
+            if self.steps or micro_batch:
+                optimizer.step()
 
 
-@pytest.mark.parametrize("smooth", [None, "channel"])
-def test_manual_optimization(smooth):
-    witness, plugin = Witness(), FP8Precision(history=3, smooth_swiglu=smooth, compute_dtype="fp32")
-    trainer(plugin, callbacks=[witness], max_steps=4, limit_train_batches=4).fit(Manual())
+@pytest.mark.parametrize("steps", [False, True])
+def test_manual_optimization(steps):
+    """Smoothing in the second step of a batch is that of its own channels."""
+    witness, plugin, model = Witness(), delayed(3), Manual(steps)
+    fitted(plugin, model, callbacks=[witness], max_steps=4, limit_train_batches=4)
     assert len(witness.steps) == plugin.step == 4
-    found = state(plugin)
-    assert_histories(found["amax_history"], witness, 3)
-    for name, amax in found["channel_amax"].items():
-        assert torch.equal(amax, witness.channels[name]), "the channels are not those of the last step"
+    assert_histories(state(plugin), witness, 3)
+    amaxes = model.mlp.down_proj.lowbit.amaxes
+    assert not amaxes.staged.any(), "something is left of the last step"
+    model(torch.full((2, 16), 1e3))
+    assert not amaxes.staged.any() and not amaxes.staged_channels.any(), "a pass outside training is recorded"
 
 
 def test_manual_optimization_with_two_optimizers():
     """Each step of each optimizer is a step of the histories, also the second one of a batch."""
-    witness, plugin = Witness(), FP8Precision(history=4, compute_dtype="fp32")
-    trainer(plugin, callbacks=[witness], max_steps=6, limit_train_batches=3).fit(GAN())
+    witness, plugin = Witness(), delayed(smooth_swiglu=None)
+    fitted(plugin, GAN(), callbacks=[witness], max_steps=6, limit_train_batches=3)
     assert len(witness.steps) == plugin.step == 6
-    found = state(plugin)["amax_history"]
-    assert found["critic/dgrad_g"].any(), "what the generator's step alone computes has no history"
-    assert found["generator/wgrad_g"].any(), "what the generator's step alone computes has no history"
-    assert_histories(found, witness, 4)
-    assert_in_force(found, witness, 4)
+    assert_histories(found := state(plugin), witness, 4)
+    for operand in ("critic/dgrad_g", "generator/wgrad_g"):
+        assert found["amax_history"][operand].any(), "what the generator's step alone computes has no history"
 
 
-def test_smoothing_in_the_second_step_of_a_batch_is_that_of_its_own_channels():
-    class Twice(Manual):
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            for size in (1.0, 50.0):
-                optimizer.zero_grad()
-                self.manual_backward(self.loss(batch_idx, size))
-                optimizer.step()
-
-    witness, plugin = Witness(), FP8Precision(history=2, smooth_swiglu="channel", compute_dtype="fp32")
-    trainer(plugin, callbacks=[witness], max_steps=4, limit_train_batches=2).fit(Twice())
-    found = state(plugin)
-    assert torch.equal(found["channel_amax"][DOWN], witness.channels[DOWN]), "the second pass has not been recorded"
-    assert_histories(found["amax_history"], witness, 2)
-
-
-def test_after_manual_optimization_nothing_is_recorded():
-    model, plugin = Manual(), FP8Precision(history=2, smooth_swiglu="channel", compute_dtype="fp32")
-    trainer(plugin).fit(model)
-    down = model.mlp.down_proj
-    assert not down.lowbit.amaxes.staged.any(), "something is left of the last step"
-    model(torch.full((2, 16), 1e3))
-    assert not down.lowbit.amaxes.staged.any() and not down.lowbit.amaxes.staged_channels.any(), (
-        "a pass outside training is recorded"
-    )
-
-
-class Sample(Callback):
-    """Evaluates the model in the middle of training, as monitors and generation of samples do."""
-
-    def __init__(self, hook):
-        def evaluate(trainer, pl_module, *args):
-            pl_module.eval()
-            with torch.no_grad():
-                pl_module(torch.full((2, 16), 1e20))
-            pl_module.train()
-
-        setattr(self, hook, evaluate)
+def evaluate(trainer, pl_module, *_):
+    """In the middle of training, as monitors and generation of samples do."""
+    pl_module.eval()
+    with torch.no_grad():
+        pl_module(torch.full((2, 16), 1e20))
+    pl_module.train()
 
 
 @pytest.mark.pairwise(1)
@@ -183,32 +141,27 @@ class Sample(Callback):
     "hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
 )
 def test_what_callbacks_compute_has_no_part_in_training(hook, smooth):
-    def train(callbacks):
-        model, plugin = Regression(), FP8Precision(history=4, smooth_swiglu=smooth)
-        trainer(plugin, accumulate_grad_batches=2, limit_train_batches=4, callbacks=callbacks).fit(model)
-        return flat(model), state(plugin)
+    def train(*callbacks):
+        plugin = FP8Precision(history=4, smooth_swiglu=smooth)
+        run = fitted(plugin, accumulate_grad_batches=2, limit_train_batches=4, callbacks=[*callbacks])
+        return {"weights": flat(run.lightning_module), **state(plugin)["amax_history"], **state(plugin)["channel_amax"]}
 
-    (weights, alone), (others, sampled) = train([]), train([Sample(hook)])
-    for key, amaxes in alone["amax_history"].items():
-        assert torch.equal(sampled["amax_history"][key], amaxes), f"a pass in {hook} has entered the history of {key}"
-    for key, amaxes in alone["channel_amax"].items():
-        assert torch.equal(sampled["channel_amax"][key], amaxes), f"a pass in {hook} has entered the channels of {key}"
-    assert torch.equal(others, weights), f"a pass in {hook} has changed what is trained"
+    alone, sampled = train(), train(On(**{hook: evaluate}))
+    for key, expected in alone.items():
+        assert torch.equal(sampled[key], expected), f"a pass in {hook} has changed {key}"
 
 
 def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
     model, plugin = Regression(val_size=50.0), FP8Precision(history=4, smooth_swiglu="channel")
-    made = trainer(plugin, limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
-    made.fit(model)
+    run = fitted(plugin, model, limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
     before = state(plugin)
-    evaluations = (made.validate, made.test)
-    for evaluate in evaluations:
+    for evaluate in (run.validate, run.test):
         evaluate(model, verbose=False)
-    made.predict(model)
+    run.predict(model)
     after = state(plugin)
-    assert torch.equal(after["channel_amax"][DOWN], before["channel_amax"][DOWN])
-    for key, amaxes in before["amax_history"].items():
-        assert torch.equal(after["amax_history"][key], amaxes), f"evaluation has entered the history of {key}"
+    for kind in ("amax_history", "channel_amax"):
+        for key, amaxes in before[kind].items():
+            assert torch.equal(after[kind][key], amaxes), f"evaluation has entered {kind} of {key}"
     *_, histories, _ = model.val_losses
     trainer(FP8Precision(history=4, smooth_swiglu="channel"), limit_test_batches=2).test(model, verbose=False)
     *_, none, _ = model.val_losses
@@ -218,47 +171,36 @@ def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
 @pytest.mark.parametrize("same_plugin", [True, False])
 @pytest.mark.parametrize("same_model", [True, False])
 def test_another_trainer_starts_anew(same_plugin, same_model):
-    model, plugin = Regression(), FP8Precision(history=4, smooth_swiglu="channel", compute_dtype="fp32")
-    first = trainer(plugin)
-    first.fit(model)
-    model = model if same_model else Regression()
-    other = plugin if same_plugin else FP8Precision(history=4, smooth_swiglu="channel", compute_dtype="fp32")
-    witness = Witness()
-    second = trainer(other, callbacks=[witness])
-    second.fit(model)
-    found = state(other)
+    first = fitted(delayed())
+    plugin, witness = first.precision_plugin if same_plugin else delayed(), Witness()
+    fitted(plugin, first.lightning_module if same_model else None, callbacks=[witness])
     assert len(witness.steps) == 2
-    assert_histories(found["amax_history"], witness, 4)
-    assert_in_force(found["amax_history"], witness, 4)
+    assert_histories(state(plugin), witness, 4)
 
 
 def test_another_model_with_other_layers_in_one_trainer():
-    made = trainer(FP8Precision(history=4))
-    made.fit(Regression())
-    made.fit_loop.epoch_loop.max_steps = 4
-    model = BoringModel()
-    made.fit(model)
-    assert {key.split("/")[0] for key in state(made.precision_plugin)["amax_history"]} == {"layer"}
+    run = fitted(FP8Precision(history=4))
+    run.fit_loop.epoch_loop.max_steps = 4
+    run.fit(BoringModel())
+    assert {key.split("/")[0] for key in state(run.precision_plugin)["amax_history"]} == {"layer"}
 
 
 def test_training_goes_on_and_folds_where_evaluation_has_moved_the_histories(monkeypatch):
     """As on a GPU: what is used first in evaluation is moved there, under ``torch.inference_mode``."""
     monkeypatch.setattr(AmaxHistories, "to_", AmaxHistories._place)
-    model, plugin = Regression(), FP8Precision(history=4, smooth_swiglu="channel")
-    made = trainer(plugin, limit_val_batches=1, max_steps=1)
-    made.fit(model)
-    made.validate(model, verbose=False)
-    made.fit_loop.epoch_loop.max_steps = 2
-    made.fit(model)
-    made.validate(model, verbose=False)
+    run = fitted(FP8Precision(history=4, smooth_swiglu="channel"), limit_val_batches=1, max_steps=1)
+    model = run.lightning_module
+    run.validate(model, verbose=False)
+    run.fit_loop.epoch_loop.max_steps = 2
+    run.fit(model)
+    run.validate(model, verbose=False)
     fold(model)
     assert model.mlp.down_proj.full_casts.smooth is None
 
 
 def test_phases_keep_the_histories_of_what_they_leave_in_high_precision():
-    witness = Witness()
-    plugin = FP8Precision(history=4, compute_dtype="fp32")
-    trainer(plugin, callbacks=[QAFSwitch(step=2), witness], max_steps=4, limit_train_batches=4).fit(Regression())
+    witness, plugin = Witness(), delayed(smooth_swiglu=None)
+    fitted(plugin, callbacks=[QAFSwitch(step=2), witness], max_steps=4, limit_train_batches=4)
     assert plugin.phase == "qaf"
     found = state(plugin)["amax_history"]
     for key in found:

@@ -8,12 +8,11 @@ import torch
 from tests.launch import launch
 from tests.pairwise import selected
 from tests.precision.ranks_ddp import ACCUMULATE, COUNTED, HISTORY, RANKS, SMOOTHINGS, STEPS
-from tests.precision.regression_model import DOWN, LAYERS, Witness, assert_histories, assert_in_force
+from tests.precision.regression_model import DOWN, LAYERS, Witness, assert_histories
 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """What each of two processes made of everything."""
     return launch("tests.precision.ranks_ddp", RANKS, tmp_path_factory.mktemp("ddp"), *selected(request, "counted"))
 
 
@@ -33,27 +32,20 @@ def test_both_ranks_have_the_histories_of_what_both_saw(results, smooth):
         assert rank["validated"] > 0, "there was no validation"
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), "the ranks have trained different weights"
     assert_equal_states(ranks[0]["state"], ranks[1]["state"])
-    keys = ("head/fprop_x", "head/dgrad_g")
-    larger = {
-        step[key] > other[key] for step, other in zip(*(rank["steps"] for rank in ranks), strict=True) for key in keys
-    }
+    first, second = (rank["steps"] for rank in ranks)
+    larger = {a[key] > b[key] for a, b in zip(first, second, strict=True) for key in ("head/fprop_x", "head/dgrad_g")}
     assert larger == {True, False}, "one rank has the largest of everything: nothing shows that both count"
-
-    witness = Witness()
-    witness.steps = [
-        {key: max(a[key], b[key]) for key in a} for a, b in zip(*(rank["steps"] for rank in ranks), strict=True)
-    ]
-    found = ranks[0]["state"]
-    assert {key.split("/")[0] for key in found["amax_history"]} == set(LAYERS)
-    assert_histories(found["amax_history"], witness, HISTORY)
-    for rank in ranks:
-        witness.in_force = rank["in_force"]
-        assert_in_force(found["amax_history"], witness, HISTORY)
+    witness, found = Witness(), ranks[0]["state"]
+    witness.steps = [{key: max(a[key], b[key]) for key in a} for a, b in zip(first, second, strict=True)]
+    assert {key.split("/")[0] for key in found["amax_history"]} == {*LAYERS}
     assert list(found["channel_amax"]) == ([DOWN] if smooth else [])
-    for name, amax in found["channel_amax"].items():
-        expected = torch.maximum(*(rank["channels"][name] for rank in ranks))
-        assert torch.equal(amax, expected), "the channels are not the largest of both ranks"
-        assert not any(torch.equal(amax, rank["channels"][name]) for rank in ranks)
+    for rank in ranks:
+        witness.channels = {
+            name: torch.maximum(*(rank["channels"][name] for rank in ranks)) for name in found["channel_amax"]
+        }
+        witness.in_force = rank["in_force"]
+        assert_histories(found, witness, HISTORY)
+        assert not any(torch.equal(amax, rank["channels"][name]) for name, amax in found["channel_amax"].items())
 
 
 @pytest.mark.fast("current", "current, channels smoothed", "delayed, tokens smoothed")

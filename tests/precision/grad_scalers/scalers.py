@@ -26,7 +26,6 @@ def make(cls, **arguments):
 
 
 def state_of(scaler):
-    """The scale and the growth tracker."""
     scale, tracker = scaler._check_scale_growth_tracker("the test")
     assert (scale.dtype, tracker.dtype, scale.shape, tracker.shape) == (torch.float32, torch.int32, (), ())
     return scale.item(), int(tracker.item())

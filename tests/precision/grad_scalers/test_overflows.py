@@ -74,7 +74,7 @@ def test_sharing_keeps_what_was_found(cls, bad, fused):
     assert (parameter == 1).all() == math.isinf(bad), "a step with an infinity is skipped, and no other"
 
 
-@pytest.mark.parametrize("cls", [ShardedConservativeGradScaler, ShardedGradientNormGradScaler])
+@each("cls", [ShardedConservativeGradScaler, ShardedGradientNormGradScaler])
 def test_sharded_scalers_unscale_before_fused_steps(cls):
     """As when gradients are clipped, which torch's sharded class does not go with."""
     scaler, parameter = make(cls), Parameter(torch.ones(2))
@@ -88,29 +88,28 @@ def test_sharded_scalers_unscale_before_fused_steps(cls):
         assert state_of(scaler)[0] == expected
 
 
+NO_COUNT, NO_BOUND = (0, -1, 1.5, True, "2"), (-1, NAN, True, "1", None)
+BAD = {
+    "growth_factor": (1, 0.5, -2, INF, NAN, True, "2"),
+    "backoff_factor": (0, 1, -0.5, 2, NAN, True, "0.5"),
+    "init_scale": (0, -1, INF, NAN, 1e39, True, "65536"),
+    "growth_interval": NO_COUNT,
+    "hysteresis": NO_COUNT,
+    "cooldown": NO_COUNT[1:],
+    "floor": NO_BOUND,
+    "cap": NO_BOUND,
+}
+TOGETHER = [
+    ({"init_scale": 0.5}, "floor=1.0 and cap=16777216.0; got init_scale=0.5"),
+    ({"init_scale": 2.0**25}, "cap=16777216.0; got init_scale=33554432.0"),
+    ({"preset": "tiny-loss", "cap": 2.0**17}, "cap=131072.0; got init_scale=262144.0"),
+    ({"floor": 8, "cap": 4}, "floor=8, cap=4"),
+    ({"preset": "tinyloss"}, r"Unknown preset 'tinyloss'\. Did you mean 'tiny-loss'\?.*'quantized-fine-tuning'"),
+    ({"preset": None}, "Unknown preset None"),
+]
 REFUSED = [
-    *(
-        (ConservativeGradScaler, arguments, message)
-        for arguments, message in (
-            *(({"growth_factor": bad}, "growth_factor") for bad in (1, 0.5, -2, INF, NAN, True, "2")),
-            *(({"backoff_factor": bad}, "backoff_factor") for bad in (0, 1, -0.5, 2, NAN, True, "0.5")),
-            *(({"init_scale": bad}, "init_scale") for bad in (0, -1, INF, NAN, 1e39, True, "65536")),
-            ({"init_scale": 0.5}, "floor=1.0 and cap=16777216.0; got init_scale=0.5"),
-            ({"init_scale": 2.0**25}, "cap=16777216.0; got init_scale=33554432.0"),
-            ({"preset": "tiny-loss", "cap": 2.0**17}, "cap=131072.0; got init_scale=262144.0"),
-            *(({"floor": bad}, "floor") for bad in (-1, NAN, True, "1", None)),
-            *(({"cap": bad}, "cap") for bad in (-1, NAN, True, "1", None)),
-            ({"floor": 8, "cap": 4}, "floor=8, cap=4"),
-            *(({"growth_interval": bad}, "growth_interval") for bad in (0, -1, 1.5, True, "2000")),
-            *(({"hysteresis": bad}, "hysteresis") for bad in (0, -1, 1.5, True, "2")),
-            *(({"cooldown": bad}, "cooldown") for bad in (-1, 1.5, True, "2")),
-            (
-                {"preset": "tinyloss"},
-                r"Unknown preset 'tinyloss'\. Did you mean 'tiny-loss'\?.*'quantized-fine-tuning'",
-            ),
-            ({"preset": None}, "Unknown preset None"),
-        )
-    ),
+    *((ConservativeGradScaler, {name: bad}, name) for name, values in BAD.items() for bad in values),
+    *((ConservativeGradScaler, *case) for case in TOGETHER),
     *((StaticGradScaler, {"scale": bad}, "scale is") for bad in (-1, 0, INF, NAN, 1e39, True, "1")),
     *((GradientNormGradScaler, {"threshold": bad}, "threshold") for bad in (-1, 0, INF, NAN, True, "1")),
     (GradientNormGradScaler, {"growth_factor": 1}, "growth_factor"),

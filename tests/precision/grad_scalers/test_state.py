@@ -1,8 +1,11 @@
-"""State of the scalers: checkpoints, and no wait for the device."""
+"""State of the scalers: checkpoints, no wait for the device, and their former module."""
 
 import copy
+import importlib
 import pickle
+import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lightning_lowbit
 from lightning_lowbit import (
     ConservativeGradScaler,
     GradientNormGradScaler,
@@ -19,6 +23,7 @@ from lightning_lowbit import (
     ShardedGradientNormGradScaler,
     StaticGradScaler,
 )
+from lightning_lowbit.precision import grad_scalers
 from lightning_lowbit.precision.grad_scalers import overflow, share_overflow
 from tests.optim.parameters import NoHostSync
 from tests.precision.grad_scalers.scalers import INF, drive, make, steps
@@ -28,47 +33,35 @@ REMEMBERING = {"growth_factor": 2, "growth_interval": 3, "cooldown": 1, "hystere
 LONG = steps("..x.....xx....xxx......x")
 
 
-def saved_and_loaded(state, path):
-    torch.save(state, path)
-    return torch.load(path, weights_only=True)
+def through_state(scaler, path, before=""):
+    torch.save(scaler.state_dict(), path)
+    other = make(type(scaler), **REMEMBERING)
+    list(drive(other, steps(before)))
+    other.load_state_dict(torch.load(path, weights_only=True))
+    return other
 
 
-def through_state(scaler, path):
-    fresh = make(type(scaler), **REMEMBERING)
-    fresh.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
-    return fresh
-
-
-def through_state_of_a_used_one(scaler, path):
-    used = make(type(scaler), **REMEMBERING)
-    list(drive(used, steps("xxx..")))
-    used.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
-    return used
-
-
-def through_deepcopy(scaler, path):
-    return copy.deepcopy(scaler)
-
-
-def through_pickle(scaler, path):
-    return pickle.loads(pickle.dumps(scaler))
+THROUGH = {
+    "state": through_state,
+    "state of a used one": partial(through_state, before="xxx.."),
+    "deepcopy": lambda scaler, _: copy.deepcopy(scaler),
+    "pickle": lambda scaler, _: pickle.loads(pickle.dumps(scaler)),
+}
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("cls", [ConservativeGradScaler, ShardedConservativeGradScaler])
-@pytest.mark.parametrize(
-    "through", [through_state, through_state_of_a_used_one, through_deepcopy, through_pickle], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("through", THROUGH)
 def test_a_resumed_run_is_the_uninterrupted_one(cls, through, tmp_path):
     expected = list(drive(make(cls, **REMEMBERING), LONG))
     for cut in range(len(LONG)):
         scaler = make(cls, **REMEMBERING)
         found = list(drive(scaler, LONG[:cut]))
-        resumed = through(scaler, tmp_path / "state.pt")
+        resumed = THROUGH[through](scaler, tmp_path / "state.pt")
         assert resumed is not scaler
         if cut:
             list(drive(scaler, steps("xx")))  # the first one goes on by itself
-        assert [*found, *drive(resumed, LONG[cut:])] == expected, f"cut before step {cut}, {through.__name__}"
+        assert [*found, *drive(resumed, LONG[cut:])] == expected, f"cut before step {cut}"
 
 
 def test_a_state_of_torch_and_back():
@@ -79,9 +72,8 @@ def test_a_state_of_torch_and_back():
     ours.load_state_dict(theirs.state_dict())
     assert list(drive(ours, steps("..xx"))) == [(256, 5), (384, 0), (384, 0), (192, 0)]
     theirs.load_state_dict(ours.state_dict())
-    assert list(drive(theirs, steps("......"))) == [(192, n) for n in range(1, 6)] + [(288, 0)], (
-        "torch takes scale, tracker and settings of the state"
-    )
+    # torch takes scale, tracker and settings of the state
+    assert list(drive(theirs, steps("......"))) == [(192, n) for n in range(1, 6)] + [(288, 0)]
 
 
 def test_settings_are_those_of_the_constructor():
@@ -99,39 +91,30 @@ def test_settings_are_those_of_the_constructor():
     assert floored.get_scale() == 2.0**21
 
 
-def test_a_tracker_beyond_a_shorter_interval_still_grows():
-    saved = make(ConservativeGradScaler, growth_interval=50)
-    list(drive(saved, [False] * 40))
-    for used in (False, True):
-        scaler = make(ConservativeGradScaler, growth_interval=5, growth_factor=2)
-        if used:
-            list(drive(scaler, [False]))
-        scaler.load_state_dict(saved.state_dict())
-        assert list(drive(scaler, steps(".."))) == [(2.0**17, 0), (2.0**17, 1)], "the first step reaches the interval"
-
-
-def test_a_cooldown_from_a_checkpoint_is_not_longer_than_this_one():
-    saved = make(ConservativeGradScaler, growth_interval=2000)
-    list(drive(saved, [True]))
-    scaler = make(ConservativeGradScaler, growth_interval=5, cooldown=2, growth_factor=2)
-    scaler.load_state_dict(saved.state_dict())
-    found = [scale for scale, _ in drive(scaler, [False] * 7)]
-    assert found == [2.0**15] * 6 + [2.0**16], "cooldown=2 and an interval of 5 are at most 7 steps"
-
-
-def test_hysteresis_of_a_checkpoint_is_at_most_that_of_the_run():
-    saved = make(ConservativeGradScaler, hysteresis=5)
+@each(
+    "saved, before, run, used, after, scales",
+    [
+        # A tracker beyond a shorter interval: the first step reaches the interval.
+        ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, "", "..", [17, 17]),
+        ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, ".", "..", [17, 17]),
+        # A cooldown of 2 and an interval of 5 are at most 7 steps, and hysteresis is at most that of the run.
+        ({}, "x", {"growth_interval": 5, "cooldown": 2, "growth_factor": 2}, "", "." * 7, [15] * 6 + [16]),
+        ({"hysteresis": 5}, "", {"hysteresis": 2}, "", "xx", [16, 15]),
+    ],
+)
+def test_counters_of_a_checkpoint_have_the_bounds_of_the_run(saved, before, run, used, after, scales):
+    saved, scaler = make(ConservativeGradScaler, **saved), make(ConservativeGradScaler, **run)
     saved.scale(torch.zeros(()))
-    scaler = make(ConservativeGradScaler, hysteresis=2)
+    list(drive(saved, steps(before)))
+    list(drive(scaler, steps(used)))
     scaler.load_state_dict(saved.state_dict())
-    assert [scale for scale, _ in drive(scaler, steps("xx"))] == [2.0**16, 2.0**15]
+    assert [scale for scale, _ in drive(scaler, steps(after))] == [2.0**exponent for exponent in scales]
 
 
-@pytest.mark.parametrize("cls", [ConservativeGradScaler, StaticGradScaler, GradientNormGradScaler])
-def test_an_empty_state_raises_as_torch_does(cls):
-    scaler = make(cls)
-    with pytest.raises(RuntimeError, match="source state dict is empty"):
-        scaler.load_state_dict({})
+def test_an_empty_state_raises_as_torch_does():
+    for cls in (ConservativeGradScaler, StaticGradScaler, GradientNormGradScaler):
+        with pytest.raises(RuntimeError, match="source state dict is empty"):
+            make(cls).load_state_dict({})
 
 
 class HostReads(TorchDispatchMode):
@@ -149,7 +132,6 @@ class HostReads(TorchDispatchMode):
 
 
 def host_reads(scaler, make_optimizer, overflowed):
-    """How often the host waits in each part of a step."""
     parameters = [Parameter(torch.ones(3)), Parameter(torch.ones(2, 2)), Parameter(torch.ones(1))]
     optimizer = make_optimizer(parameters)
     reads = {}
@@ -203,3 +185,13 @@ def test_nothing_is_copied_from_the_host():
             share_overflow(scaler, optimizer, parameter.device, over_ranks=False)
             assert overflow(scaler, optimizer) is not None
             scaler.update()
+
+
+def test_the_former_module_of_the_scalers_warns_and_has_the_same_classes():
+    sys.modules.pop("lightning_lowbit.scalers", None)
+    with pytest.warns(DeprecationWarning, match="import scalers from lightning_lowbit"):
+        former = importlib.import_module("lightning_lowbit.scalers")
+    names = [name for name in lightning_lowbit.__all__ if name.endswith("GradScaler")]
+    assert len(names) == 6
+    for name in names:
+        assert getattr(former, name) is getattr(lightning_lowbit, name) is getattr(grad_scalers, name)

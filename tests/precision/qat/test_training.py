@@ -1,47 +1,44 @@
 """Quantization-aware training, its λ, checkpoints and two processes."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.nn import convert, set_blend
-from tests.lightning_imports import Callback
-from tests.precision.regression_model import LAYERS, Ramp, Regression, flat, state, trainer
+from tests.precision.regression_model import LAYERS, On, Ramp, Regression, fitted, flat, state, trainer
 from tests.tables import each
 
+ternary = partial(TernaryPrecision, quantize_output=True)
 PLUGINS = {
-    "ternary": lambda **how: TernaryPrecision(quantize_output=True, **how),
-    "ternary, x in hp": lambda **how: TernaryPrecision(None, quantize_output=True, **how),
-    "A8W8": lambda **how: IntegerPrecision(group=8, **how),
-    "A8W4, zero points": lambda **how: IntegerPrecision(4, 8, 8, activation_group="row", symmetric=False, **how),
-    "W2": lambda **how: IntegerPrecision(2, None, "row", **how),
+    "ternary": ternary,
+    "ternary, x in hp": partial(ternary, None),
+    "A8W8": partial(IntegerPrecision, group=8),
+    "A8W4, zero points": partial(IntegerPrecision, 4, 8, 8, activation_group="row", symmetric=False),
+    "W2": partial(IntegerPrecision, 2, None, "row"),
 }
 
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_loss_falls_and_weights_load_anywhere(name):
-    model, plugin = Regression(), PLUGINS[name]()
-    made = trainer(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4)
-    made.fit(model)
+    plugin = PLUGINS[name]()
+    run = fitted(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4)
+    model = run.lightning_module
     assert {layer.casts for layer in model.modules() if hasattr(layer, "casts")} == {plugin.casts}
     first, last = torch.stack(model.val_losses[2:6]).mean(), torch.stack(model.val_losses[-4:]).mean()
     assert last < 0.6 * first, f"the loss only falls from {first:.3f} to {last:.3f}"
-    made.save_checkpoint("x.ckpt")
-    checkpoint = torch.load("x.ckpt", weights_only=True)
-    plain = Regression()
-    assert list(checkpoint["state_dict"]) == list(plain.state_dict())
-    plain.load_state_dict(checkpoint["state_dict"])
-    assert torch.equal(flat(plain), flat(model))
+    run.save_checkpoint("x.ckpt")
+    saved = torch.load("x.ckpt", weights_only=True)["state_dict"]
+    assert list(saved) == list(Regression().state_dict())
+    assert all(torch.equal(weight, saved[name]) for name, weight in model.state_dict().items())
 
 
-def trained(plugin, *shares, ckpt_path=None, **kwargs):
+def trained(plugin, *shares, ckpt_path=None, callbacks=(), **kwargs):
     """A model after four steps, in the first of which λ was set by hand."""
-    model = Regression()
-    callbacks = [Ramp(*shares), *kwargs.pop("callbacks", [])]
-    made = trainer(plugin, **{"max_steps": 4, "limit_train_batches": 4, "callbacks": callbacks, **kwargs})
-    made.fit(model, ckpt_path=ckpt_path)
-    return model
+    options = {"max_steps": 4, "limit_train_batches": 4, **kwargs}
+    return fitted(plugin, ckpt_path=ckpt_path, callbacks=[Ramp(*shares), *callbacks], **options).lightning_module
 
 
 @each("name", PLUGINS)
@@ -54,13 +51,15 @@ def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name):
 
 
 def test_the_share_is_one_tensor_for_all_layers():
-    plugin = TernaryPrecision(quantize_output=True)
+    plugin = ternary()
     assert (plugin.blend.shape, plugin.blend.dtype, plugin.blend.item()) == ((), torch.float32, 1.0)
     model = trained(plugin, 0.25)
     for name in LAYERS:
         assert model.get_submodule(name).lowbit.blend is plugin.blend, f"λ of {name} is another tensor"
     assert plugin.is_blending
+    saved = state(plugin)
     plugin.set_blend(0)
+    assert saved["blend"] == 0.25, "the checkpoint's λ is the plugin's own tensor"
     assert (model.head.lowbit.blend.item(), plugin.is_blending) == (0.0, True)
     plugin.set_blend(1)
     assert (model.head.lowbit.blend, plugin.blend.item(), plugin.is_blending) == (None, 1.0, False)
@@ -68,7 +67,7 @@ def test_the_share_is_one_tensor_for_all_layers():
 
 @each("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)])
 def test_what_is_no_share_is_refused(share):
-    plugin = TernaryPrecision(quantize_output=True)
+    plugin = ternary()
     model = trained(plugin, 0.25)
     with pytest.raises(ValueError, match="1 for full quantization, 0 or more and at most 1; got "):
         plugin.set_blend(share)
@@ -76,23 +75,22 @@ def test_what_is_no_share_is_refused(share):
 
 
 def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1():
-    plugin = TernaryPrecision(quantize_output=True)
+    plugin = ternary()
     plugin.set_blend(0.5)
     model = trained(plugin)
     assert plugin.blend == model.head.lowbit.blend == 0.5
     other = trained(plugin)
     assert plugin.blend == 1
     assert other.head.lowbit.blend is None
-    assert torch.equal(flat(other), flat(trained(TernaryPrecision(quantize_output=True))))
+    assert torch.equal(flat(other), flat(trained(ternary())))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_evaluation_has_the_share_in_force(share):
-    plugin = TernaryPrecision(quantize_output=True, compute_dtype="bf16")
-    model = Regression()
-    made = trainer(plugin, callbacks=[Ramp(share)], limit_val_batches=1, limit_test_batches=1)
-    made.fit(model)
-    for evaluate in (made.validate, made.test):
+    plugin = ternary(compute_dtype="bf16")
+    run = fitted(plugin, callbacks=[Ramp(share)], limit_val_batches=1, limit_test_batches=1)
+    model = run.lightning_module
+    for evaluate in (run.validate, run.test):
         evaluate(model, verbose=False)
     during, validated, tested = model.val_losses[-3:]
     plain = Regression()
@@ -115,7 +113,7 @@ class ElsewhereTensor(Tensor):
 
 def test_training_goes_on_where_evaluation_has_moved_the_share():
     """Evaluation runs under ``torch.inference_mode``, whose tensors cannot be refilled outside."""
-    model, plugin = Regression(), TernaryPrecision(quantize_output=True)
+    model, plugin = Regression(), ternary()
     made = trainer(plugin, callbacks=[Ramp(0.25, 0.5)], limit_val_batches=1)
     plugin.blend = plugin.blend.as_subclass(ElsewhereTensor)
     made.validate(model, verbose=False)
@@ -125,29 +123,19 @@ def test_training_goes_on_where_evaluation_has_moved_the_share():
 
 
 def test_it_may_be_set_in_evaluation():
-    class Later(Callback):
-        def on_validation_end(self, trainer, pl_module):
-            trainer.precision_plugin.set_blend(0.5)
-
-    plugin = TernaryPrecision(quantize_output=True)
-    model = trained(plugin, 0.25, callbacks=[Later()], val_check_interval=2, limit_val_batches=1)
+    later = On(on_validation_end=lambda trainer, _: trainer.precision_plugin.set_blend(0.5))
+    plugin = ternary()
+    model = trained(plugin, 0.25, callbacks=[later], val_check_interval=2, limit_val_batches=1)
     assert plugin.blend == model.head.lowbit.blend == 0.5
     assert len(model.losses) == 4
-
-
-class Keep(Callback):
-    """A checkpoint at the end."""
-
-    def on_train_end(self, trainer, pl_module):
-        trainer.save_checkpoint("x.ckpt")
 
 
 @pytest.mark.parametrize("name", ["ternary", "A8W4, zero points"])
 def test_a_resumed_run_goes_on_with_the_share(name):
     """Set by hand in the first two of four steps; what goes on after these has it from the checkpoint alone."""
-    epochs = {"limit_train_batches": 2}
+    epochs, keep = {"limit_train_batches": 2}, On(on_train_end=lambda trainer, _: trainer.save_checkpoint("x.ckpt"))
     whole = trained(PLUGINS[name](), 0.25, 0.5, **epochs)
-    trained(PLUGINS[name](), 0.25, 0.5, callbacks=[Keep()], max_steps=2, **epochs)
+    trained(PLUGINS[name](), 0.25, 0.5, callbacks=[keep], max_steps=2, **epochs)
     checkpoint = torch.load("x.ckpt", weights_only=True)
     share = checkpoint["lightning_lowbit"]["blend"]
     assert (share.shape, share.dtype, share.device.type, share.item()) == ((), torch.float32, "cpu", 0.5)
@@ -162,11 +150,3 @@ def test_a_resumed_run_goes_on_with_the_share(name):
     other = trained(plugin, ckpt_path="before.ckpt", **epochs)
     assert (plugin.blend, plugin.is_blending, other.head.lowbit.blend) == (1.0, False, None)
     assert not torch.equal(flat(other), flat(whole)), "λ makes no difference"
-
-
-def test_what_is_saved_stays_as_it_was():
-    plugin = TernaryPrecision(quantize_output=True)
-    trained(plugin, 0.25)
-    saved = state(plugin)
-    plugin.set_blend(0.75)
-    assert saved["blend"] == 0.25, "the checkpoint's λ is the plugin's own tensor"

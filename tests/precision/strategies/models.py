@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import StableSPAM, convert
 from lightning_lowbit.recipes.models import CausalLM
 from lightning_lowbit.recipes.sharding import spread
-from tests.lightning_imports import LightningModule
+from tests.ranks import Regression
 
-RANKS, STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 2, 32, 64
+STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 32, 64
 LONGEST = 3  # steps of a run
 SMALL = {
     "hidden_size": 128,
@@ -80,27 +80,11 @@ class Small(CausalLM):
 UNEVEN = ((5, 3), (8, 0), (0, 8))  # rows of each step, on each rank
 
 
-class Odd(LightningModule):
+class Odd(Regression):
     """Layers of which one rank holds nothing, and batches of which one rank gets the larger part, or all."""
 
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.body = torch.nn.Sequential(torch.nn.Linear(16, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
-        self.is_sharded = False
-
-    def configure_model(self):
-        if self.device_mesh is not None and not self.is_sharded:
-            fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
-            self.is_sharded = True
-
     def training_step(self, batch, batch_idx):
-        rows = UNEVEN[batch_idx][self.trainer.global_rank]
-        return self.body(torch.randn(rows, 16)).square().sum()
-
-    def train_dataloader(self):
-        return DataLoader(torch.zeros(len(UNEVEN), 1))
+        return self(torch.randn(UNEVEN[batch_idx][self.global_rank], 16)).square().sum()
 
     def configure_optimizers(self):
         return StableSPAM(self.trainer.model.parameters(), lr=1e-3)

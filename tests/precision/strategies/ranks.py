@@ -4,25 +4,17 @@ Each rank makes the named `RUNS`. Four of them have meshes of two dimensions.
 """
 
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision, PrecisionSwitch, TernaryPrecision
-from tests.lightning_imports import (
-    Callback,
-    DDPStrategy,
-    MisconfigurationException,
-    ModelParallelStrategy,
-    Strategy,
-    quiet_trainer,
-)
-from tests.precision.strategies.models import LONGEST, RANKS, STEPS, UNEVEN, Odd, Small
-from tests.ranks import FSDPOnCPU
+from tests.lightning_imports import DDPStrategy, MisconfigurationException, ModelParallelStrategy, quiet_trainer
+from tests.precision.regression_model import On, state
+from tests.precision.strategies.models import LONGEST, STEPS, UNEVEN, Odd, Small
+from tests.ranks import RANKS, FSDPOnCPU
 
 NEAREST = dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest")
 
@@ -64,7 +56,6 @@ class Hybrid(FSDPOnCPU):
 
 
 # By name: the strategy, and what its model takes.
-Strategies = dict[str, tuple[Callable[[], Strategy], dict[str, Any]]]
 STRATEGIES = {
     "DDP": (DDPStrategy, {}),
     "DDP, find_unused_parameters": (lambda: DDPStrategy(find_unused_parameters=True), {}),
@@ -101,13 +92,6 @@ def plugin(precision, **kwargs):
     return PRECISIONS[precision](compute_dtype="fp32", skip=["lm_head"], **kwargs)
 
 
-def state(plugin):
-    """What a checkpoint holds of it."""
-    checkpoint = {}
-    plugin.on_save_checkpoint(checkpoint)
-    return checkpoint["lightning_lowbit"]
-
-
 def alone(precision, optimizer, micro_batches, how=None, **kwargs):
     """Losses in one process, ``[steps, micro-batches]``; ``how`` is for the Trainer, ``kwargs`` are for the plugin."""
     model, made = Small(optimizer), plugin(precision, **kwargs)
@@ -124,34 +108,26 @@ def train(name, precision, optimizer, how=None, **kwargs):
     return {"losses": torch.stack(model.losses), "state": state(made)}
 
 
-def switching():
-    """How a run goes that begins another phase: it shows in the losses two steps later."""
-    return {"callbacks": [PrecisionSwitch("qaf", step=1)], "max_steps": LONGEST}
-
-
-class Norms(Callback):
-    """The gradient norms that the model logs."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, *_):
-        self.seen.append(trainer.callback_metrics["grad_norm"])
+def changed(what):
+    """How a run goes that begins another phase, which shows in the losses two steps later, or whose layers share an
+    amax: what the Trainer and the plugin are given."""
+    if what == "shared":
+        return {}, SHARED
+    return {"callbacks": [PrecisionSwitch("qaf", step=1)], "max_steps": LONGEST}, {}
 
 
 def gradient_norms():
-    """Under DDP and FSDP1, without a plugin that knows either."""
-    norms = [Norms(), Norms()]
-    for strategy, seen in zip(("DDP", "FSDP1, FULL_SHARD"), norms, strict=True):
-        made = trainer(
-            None, devices=RANKS, strategy=STRATEGIES[strategy][0](), callbacks=[seen], gradient_clip_val=None
-        )
-        made.fit(Small("AdamW"))
-    return [torch.stack(seen.seen) for seen in norms]
+    def norms(strategy):
+        seen = []
+        note = On(on_train_batch_end=lambda trainer, *_: seen.append(trainer.callback_metrics["grad_norm"]))
+        how = {"devices": RANKS, "strategy": STRATEGIES[strategy][0](), "gradient_clip_val": None}
+        trainer(None, callbacks=[note], **how).fit(Small("AdamW"))
+        return torch.stack(seen)
+
+    return [norms(strategy) for strategy in ("DDP", "FSDP1, FULL_SHARD")]
 
 
 def refusals():
-    """What is said where a strategy cannot honor a setting."""
     runs = {
         "an amax of flat buffers": (SHARED, fsdp(use_orig_params=False), {}),
         "gather_dtype, DDP": ({}, DDPStrategy(), {"gather_dtype": "bf16"}),
@@ -168,19 +144,19 @@ def refusals():
 
 
 def odd(strategy):
-    """The plugin's state after a run of such a model."""
     made = FP8Precision("delayed", compute_dtype="fp32")
-    trainer(made, devices=RANKS, strategy=STRATEGIES[strategy][0](), max_steps=len(UNEVEN)).fit(Odd())
+    trainer(made, devices=RANKS, strategy=STRATEGIES[strategy][0](), max_steps=len(UNEVEN)).fit(
+        Odd(shard=strategy == "FSDP2")
+    )
     return state(made)
 
 
 SHARED = {"shared_amax": ["(q|k|v)_proj", "gate_proj|up_proj"]}
-Case = tuple[str, str, str]
+CHANGES = ("switched", "shared")
 ODD = ("DDP", "FSDP1, FULL_SHARD", "FSDP2")
 
 
 def cases(strategies):
-    """Each strategy with each precision, and some with another optimizer."""
     pairs = [
         (name, precision, "StableSPAM")
         for name in strategies
@@ -188,6 +164,11 @@ def cases(strategies):
     ]
     others = [name for name in strategies if name in (*ODD, "tensor parallel")]
     return pairs + [(name, precision, "AdamW") for name in others for precision in ("NVFP4", "FP8, delayed scaling")]
+
+
+def train_changed(name, what):
+    how, of_plugin = changed(what)
+    return train(name, "NVFP4", "StableSPAM", how, **of_plugin)
 
 
 def repeated(name):
@@ -198,9 +179,8 @@ def repeated(name):
 
 RUNS = {
     **{", ".join(case): partial(train, *case) for case in (*cases(STRATEGIES), *cases(ON_FOUR))},
-    **{f"{name}, switched": lambda name=name: train(name, "NVFP4", "StableSPAM", switching()) for name in KINDS},
     **{f"{name}, stochastic": partial(repeated, name) for name in KINDS},
-    **{f"{name}, shared": partial(train, name, "NVFP4", "StableSPAM", **SHARED) for name in KINDS},
+    **{f"{name}, {what}": partial(train_changed, name, what) for name in KINDS for what in CHANGES},
     **{f"{name}, odd": partial(odd, name) for name in ODD},
     "gradient norms": gradient_norms,
     "refused": refusals,

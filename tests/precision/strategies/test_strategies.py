@@ -2,33 +2,29 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
 from tests.lightning_imports import BoringModel, DeepSpeedStrategy, MisconfigurationException
 from tests.pairwise import selected
+from tests.precision.fp16.runs import assert_same
 from tests.precision.strategies.ranks import (
+    CHANGES,
     KINDS,
-    LONGEST,
     ODD,
     ON_FOUR,
     RANKS,
-    SHARED,
+    STEPS,
     STRATEGIES,
     alone,
     cases,
-    switching,
+    changed,
     table,
     trainer,
 )
-
-Ranks = list[dict[str, Any]]
-
 
 # One of each kind, and what recomputes, converts earlier or casts to something that all ranks share.
 FAST_STRATEGIES = (
@@ -82,20 +78,9 @@ def compare(ranks, name, of_ranks, expected):
     found = torch.stack([of_ranks[rank]["losses"] for rank in data], 1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for rank, of_rank in enumerate(of_ranks):
-        same_state(of_rank["state"], of_ranks[0]["state"], f"rank {rank}")
+        assert_same(of_rank["state"], of_ranks[0]["state"], f"rank {rank}")
         before = max(first for first in data if first <= rank)
         assert torch.equal(of_rank["losses"], of_ranks[before]["losses"]), f"rank {rank} saw the data of rank {before}"
-
-
-def same_state(found, expected, what):
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
-        for key in expected:
-            same_state(found[key], expected[key], f"{what}, {key}")
-    elif isinstance(expected, Tensor):
-        assert torch.equal(found, expected), what
-    else:
-        assert found == expected, what
 
 
 @pytest.mark.fast(*(run for run in TWO if run in FAST))
@@ -119,30 +104,19 @@ def check(ranks, expected, run):
     compare(ranks, name, [of_rank[run] for of_rank in ranks], expected[key])
 
 
-@pytest.mark.fast("FSDP2, switched")
-@pytest.mark.parametrize("run", [f"{name}, switched" for name in KINDS])
-def test_a_phase_begins_on_all_ranks(two, expected, run):
-    name = run.removesuffix(", switched")
-    micro_batches = len(DATA_RANKS.get(name, two))
-    key = "switched", micro_batches
+@pytest.mark.fast("FSDP2, switched", "FSDP2, shared", "tensor parallel, shared")
+@pytest.mark.parametrize("run", [f"{name}, {what}" for name in KINDS for what in CHANGES])
+def test_a_phase_begins_on_all_ranks_and_projections_share_an_amax(two, expected, run):
+    name, _, what = run.rpartition(", ")
+    case = "NVFP4", "StableSPAM", len(DATA_RANKS.get(name, two))
+    key = what, *case
     if key not in expected:
-        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, switching())
-        without = alone("NVFP4", "StableSPAM", micro_batches, {"max_steps": LONGEST})
-        assert not torch.equal(expected[key], without), "the phase changes nothing"
+        how, of_plugin = changed(what)
+        expected[key] = alone(*case, how, **of_plugin)
+        without = alone(*case, {"max_steps": how.get("max_steps", STEPS)})
+        assert not torch.equal(expected[key], without), "it changes nothing"
     compare(two, name, [of_rank[run] for of_rank in two], expected[key])
-    assert all(of_rank[run]["state"]["phase"] == "qaf" for of_rank in two)
-
-
-@pytest.mark.fast("FSDP2, shared", "tensor parallel, shared")
-@pytest.mark.parametrize("run", [f"{name}, shared" for name in KINDS])
-def test_projections_share_an_amax(two, expected, run):
-    name = run.removesuffix(", shared")
-    micro_batches = len(DATA_RANKS.get(name, two))
-    key = "shared", micro_batches
-    if key not in expected:
-        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, **SHARED)
-        assert not torch.equal(expected[key], alone("NVFP4", "StableSPAM", micro_batches)), "it changes nothing"
-    compare(two, name, [of_rank[run] for of_rank in two], expected[key])
+    assert all(of_rank[run]["state"]["phase"] == ("qaf" if what == "switched" else "fqt") for of_rank in two)
 
 
 @pytest.mark.fast("FSDP2, stochastic")
@@ -179,7 +153,7 @@ def test_what_a_strategy_cannot_honor_is_refused(two, case, message, run):
 def test_uneven_batches_and_empty_shards(two, run):
     """That they have ended is most of it: a collective that one rank leaves out makes the others wait."""
     first, second = (of_rank[run] for of_rank in two)
-    same_state(second, first, "rank 1")
+    assert_same(second, first, "rank 1")
     amaxes = {operand: amax for operand, amax in first["amax_history"].items() if operand != "body.0/dgrad_g"}
     assert all(amax[-1] > 0 for amax in amaxes.values()), f"{amaxes} after a step in which one rank had no rows"
 
