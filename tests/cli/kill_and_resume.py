@@ -1,10 +1,9 @@
 """Kills the installed ``lowbit fit`` again and again: ``python -m tests.cli.kill_and_resume FOLDER [KILLS [SEED]]``.
 
 Each run goes on from ``--ckpt_path last``, and is killed (``kill -9``) at a random moment: every third one in a save,
-between two operations on files or some milliseconds after it began; some while they start; the others anywhere. What
-comes of it, weights, optimizer, state of the plugin and all that was logged, has to be that of a run that nobody
-killed. What Lightning logs of a step after its callbacks have saved it is lost if the process dies in between, and
-nothing else.
+between two operations on files or some milliseconds after it began; some while they start; the others anywhere.
+Weights, optimizer, state of the plugin and all that was logged have to be those of a run that nobody killed. What
+Lightning logs of a step after its callbacks have saved it is lost if the process dies in between, and nothing else.
 """
 
 import json
@@ -25,35 +24,22 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from tests.callbacks.recovery.crash_in_save import changes_something
+from tests.cli.run.commands import write_tiny
 
 LOWBIT = Path(sys.executable).with_name("lowbit")
 KINDS = ("save", "anywhere", "save", "anywhere", "anywhere", "start")  # in turn
 STEPS_PER_KILL = 8  # at most, so that all kills come before the end
 OPERATIONS = 9  # of the two saves and the removal at one step
+TIMES = {"seconds", "tokens/s", "tflops"}
 # What differs between any two runs, such as the identity of its report; and a default that torch adds to what it loads.
 PATHS = {"dirpath", "best_model_path", "kth_best_model_path", "last_model_path", "best_k_models"}
-TIMES = {"seconds", "tokens/s", "tflops"}
 OTHERS = PATHS | TIMES | {"differentiable", "id"}
 CHAINS = 2  # at a time
 
-RECIPE = """
-trainer: {max_steps: STEPS, log_every_n_steps: 1, val_check_interval: 3, default_root_dir: runs}
-model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2},
-                    scheduler: {init_args: {warmup_steps: 1}}}}
-data: {init_args: {path: text.txt, sequence_length: 16, batch_size: 2, val_batches: 2, val_fraction: 0.2}}
-"""
-
 
 class Die(Callback):
-    """Kills this process, at a step or in the first save from that step on.
-
-    Args:
-        kind: ``"save"``, ``"anywhere"`` or another one, of a process that lives.
-        step: which one.
-        delay: seconds from the beginning of the step or save.
-        operation: instead of the delay, the number of the operation on files before which it dies.
-        note: a file for where it died.
-    """
+    """Kills this process so many seconds after a step (``kind`` is ``"anywhere"``), or after the first save from that
+    step on (``"save"``), or before an ``operation`` on files of that save; and writes where into the file ``note``."""
 
     def __init__(self, kind: str, step: int, delay: float, operation: int | None, note: str) -> None:
         self.kind, self.step, self.delay, self.left, self.note = kind, step, delay, operation, note
@@ -62,17 +48,18 @@ class Die(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.kind == "anywhere" and trainer.global_step == self.step:
-            threading.Timer(
-                self.delay, self.die, [f"{self.delay:.3f} s after the beginning of step {self.step}"]
-            ).start()
+            self.die_after(f"step {self.step}")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.kind != "save" or trainer.global_step < self.step or self.armed:
             return
         self.armed = True
         if self.left is None:
-            where = f"{self.delay:.4f} s after the beginning of the save at step {trainer.global_step}"
-            threading.Timer(self.delay, self.die, [where]).start()
+            self.die_after(f"the save at step {trainer.global_step}")
+
+    def die_after(self, event: str) -> None:
+        where = f"{self.delay:.4f} s after the beginning of {event}"
+        threading.Timer(self.delay, self.die, [where]).start()
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.armed or self.left is None or not changes_something(event, arguments):
@@ -88,11 +75,12 @@ class Die(Callback):
 
 
 def fit(folder, *arguments, log, kill_after=None):
-    """The exit status of ``lowbit fit`` in a folder."""
+    """The exit status of ``lowbit fit`` in a folder, which goes on where something was saved."""
     root = str(Path(__file__).parents[2])  # where Die is
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": root}
     often = "--trainer.callbacks.init_args.every_n_train_steps=2"  # of the last callback, which saves
     command = [str(LOWBIT), "fit", "--config=quickstart", "--config=tiny.yaml", often, *arguments]
+    command += ["--ckpt_path=last"] * any(folder.glob("runs/*/checkpoints/*.ckpt"))
     with (folder / log).open("w") as told:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=told, stderr=told)
         if kill_after is not None:
@@ -103,8 +91,7 @@ def fit(folder, *arguments, log, kill_after=None):
 
 def prepare(folder, steps):
     folder.mkdir(parents=True)
-    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    (folder / "tiny.yaml").write_text(RECIPE.replace("STEPS", str(steps)))
+    write_tiny(folder / "tiny.yaml", max_steps=steps, default_root_dir="runs")
 
 
 def chain(folder, steps, kills, seed):
@@ -118,23 +105,15 @@ def chain(folder, steps, kills, seed):
         note = folder / f"{number}.txt"
         die = {"kind": kind, "step": step, "delay": delay, "operation": operation, "note": str(note)}
         callback = json.dumps({"class_path": "tests.cli.kill_and_resume.Die", "init_args": die})
-        saved = any(folder.glob("runs/*/checkpoints/*.ckpt"))
-        status = fit(
-            folder,
-            f"--trainer.callbacks+={callback}",
-            *(["--ckpt_path=last"] if saved else []),
-            log=f"{number}.log",
-            kill_after=delay if kind == "start" else None,
-        )
+        kill_after = delay if kind == "start" else None
+        status = fit(folder, f"--trainer.callbacks+={callback}", log=f"{number}.log", kill_after=kill_after)
         assert status == -signal.SIGKILL, f"{number}: {kind} ended with {status}\n{tail(folder / f'{number}.log')}"
         where = note.read_text() if kind != "start" else f"{delay:.1f} s after the start"
-        died.append(
-            f"{kind}: {where.replace(str(folder), '')}; left {sum(1 for _ in folder.rglob('*.partial'))} partial"
-        )
+        left = len([*folder.rglob("*.partial")])
+        died.append(f"{kind}: {where.replace(str(folder), '')}; left {left} partial")
         reached = max(map(step_of, folder.glob("runs/*/checkpoints/*.ckpt")), default=0)
         saved_steps.add(reached)
-    saved = any(folder.glob("runs/*/checkpoints/*.ckpt"))
-    status = fit(folder, *(["--ckpt_path=last"] if saved else []), log="end.log")
+    status = fit(folder, log="end.log")
     assert status == 0, f"the end: {status}\n{tail(folder / 'end.log')}"
     return died, saved_steps
 
@@ -153,14 +132,13 @@ def state(folder):
     leaves = {}
 
     def add(place, value):
-        if isinstance(value, dict):
-            for key in value.keys() - OTHERS:
-                add(f"{place}/{key}", value[key])
-        elif isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                add(f"{place}/{number}", item)
-        else:
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        if not isinstance(value, dict):
             leaves[place] = value
+            return
+        for key in value.keys() - OTHERS:
+            add(f"{place}/{key}", value[key])
 
     add("", torch.load(newest, weights_only=True))
     return leaves
@@ -183,8 +161,7 @@ def differences(uninterrupted, killed, saved):
     found = [f"only one has {place}" for place in sorted(ours.keys() ^ others.keys())]
     for place in sorted(ours.keys() & others.keys()):
         one, other = ours[place], others[place]
-        same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        if not same:
+        if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
             found.append(f"{place}: {one} is {other}")
     logged, again = scalars(uninterrupted), scalars(killed)
     for place in sorted(logged.keys() | again.keys()):

@@ -31,14 +31,7 @@ def test_killed_exports_leave_nothing_that_looks_like_one(tmp_path):
     assert kill_and_resume.fit(tmp_path / "run", log="fit.log") == 0
     (checkpoint,) = tmp_path.glob("run/runs/*/checkpoints/last.ckpt")
     output, draw, died = tmp_path / "exports" / "exported", random.Random(0), 0
-    command = [
-        kill_and_resume.LOWBIT,
-        "export",
-        checkpoint,
-        "--format=dequantized",
-        "--no-parity",
-        f"--output={output}",
-    ]
+    command = [kill_and_resume.LOWBIT, "export", checkpoint, "--format=dequantized", "--no-parity", "--output", output]
     for _ in range(10):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             while process.poll() is None and not [*output.parent.glob("*.partial")]:

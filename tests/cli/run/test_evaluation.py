@@ -1,6 +1,7 @@
 """``lowbit validate`` evaluates a checkpoint as it was trained, whatever casts the configuration has."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,7 @@ def test_four_ways_to_evaluate_give_the_loss_of_training(overlay, capsys, monkey
     assert lowbit(recipes=("quickstart", overlay)) == 0
     trained = scalars(LAST.parent.parent, "val_loss")[5]
     capsys.readouterr()
-    found = {"lowbit validate": validated(capsys)}
-
-    batches = []  # those of the command
-    step = CausalLM.validation_step
+    batches, step = [], CausalLM.validation_step  # those of the command
 
     def noted(model, batch, batch_idx):
         batches.append(batch)
@@ -39,16 +37,15 @@ def test_four_ways_to_evaluate_give_the_loss_of_training(overlay, capsys, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(CausalLM, "validation_step", noted)
-        validated(capsys)
+        found = {"lowbit validate": validated(capsys)}
     hparams = torch.load(LAST, weights_only=True)["hyper_parameters"]
-    model = CausalLM(**{name: hparams[name] for name in ("network", "config")})
-    run = quiet_trainer(LowBitPrecision.from_checkpoint(LAST))
-    loader = DataLoader(batches, batch_size=None)
-    found["from_checkpoint"] = run.validate(model, loader, ckpt_path=LAST, verbose=False)[0]["val_loss"]
-    restored = restore(CausalLM(**{name: hparams[name] for name in ("network", "config")}), LAST)
+    make = partial(CausalLM, hparams["network"], hparams["config"])
+    run, loader = quiet_trainer(LowBitPrecision.from_checkpoint(LAST)), DataLoader(batches, batch_size=None)
+    found["from_checkpoint"] = run.validate(make(), loader, ckpt_path=LAST, verbose=False)[0]["val_loss"]
+    restored, sizes = restore(make(), LAST), [batch[:, 1:].numel() for batch in batches]
     with torch.no_grad():
-        losses = [float(restored._loss(batch)) * batch[:, 1:].numel() for batch in batches]
-    found["restore"] = sum(losses) / sum(batch[:, 1:].numel() for batch in batches)
+        losses = [float(restored._loss(batch)) * size for batch, size in zip(batches, sizes, strict=True)]
+    found["restore"] = sum(losses) / sum(sizes)
     assert found == pytest.approx(dict.fromkeys(found, trained), abs=1e-6)
 
 
