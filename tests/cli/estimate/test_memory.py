@@ -22,6 +22,7 @@ from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, saved, shapes
+from tests.cli.ranks_estimate import nbytes
 from tests.tables import each
 
 OPTIMIZERS = {
@@ -43,13 +44,9 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_a_real_step(name)
     optimizer.step()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     found = memory(shapes(optimizer=OPTIMIZERS[name]), BATCH, Layout())
-    assert found["parameters"] == size_of(module.parameters())
-    assert found["gradients"] == size_of(parameter.grad for parameter in module.parameters())
-    assert found["optimizer state"] == size_of(state)
-
-
-def size_of(tensors):
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    assert found["parameters"] == nbytes(module.parameters())
+    assert found["gradients"] == nbytes(parameter.grad for parameter in module.parameters())
+    assert found["optimizer state"] == nbytes(state)
 
 
 def test_bytes_of_optimizer_state_per_parameter():
@@ -98,15 +95,12 @@ def test_activations_as_codes(casts):
     assert saved_activations(model, BATCH, Layout()) < 0.95 * saved_activations(shapes(), BATCH, Layout())
 
 
-def test_activations_in_fp32():
+def test_activations_in_fp32_and_of_parameters_in_bf16():
+    """The latter as where FSDP gathers them in bf16: nothing is cast, but norms compute in fp32."""
     activations, copies = saved(CausalLM(config=SMALL), enabled=False)
     model = shapes("32-true")
-    assert activations - TABLES == saved_activations(model, BATCH, Layout()) and copies == 0
-    assert weight_copies(model, Layout()) == 0
-
-
-def test_activations_of_parameters_in_bf16():
-    """As where FSDP gathers them in bf16: nothing is cast, but norms compute in fp32."""
+    assert activations - TABLES == saved_activations(model, BATCH, Layout())
+    assert copies == weight_copies(model, Layout()) == 0
     activations, copies = saved(CausalLM(config=SMALL).bfloat16(), enabled=False)
     estimated = saved_activations(shapes("bf16-true"), BATCH, Layout())
     assert activations - INTEGERS - ROTARY // 2 == estimated and copies == 0
@@ -139,12 +133,8 @@ def test_what_is_no_decoder_counts_the_inputs_of_its_linear_layers():
     assert saved_activations(model, BATCH, Layout()) == BATCH.tokens * 4 * 32
     with pytest.raises(ValueError, match="cuts the blocks of a decoder"):
         memory(model, BATCH, Layout(2, "fsdp", 2))
-
-    class NoLayer(LightningModule):
-        pass
-
-    with pytest.raises(ValueError, match="NoLayer has no linear layer"):
-        describe(NoLayer())
+    with pytest.raises(ValueError, match="LightningModule has no linear layer"):
+        describe(LightningModule())
 
 
 @each("separate", [False, True])

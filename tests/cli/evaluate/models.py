@@ -1,7 +1,6 @@
 """Models that are evaluated, and tasks."""
 
 import json
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -56,32 +55,29 @@ QUESTIONS = [
     {"start": "class", "ends": [" A:\n    pass", " \n\n\n"], "answer": 0},
 ]
 TEXTS = [TEXT[:40], "x", "é = 1\n"]
-COMMON = {"dataset_path": "json", "test_split": "test", "target_delimiter": ""}
-CHOICE = {
-    **COMMON,
-    "task": "own_choice",
-    "output_type": "multiple_choice",
-    "num_fewshot": 0,  # which --num_fewshot does not change
-    "doc_to_text": "{{start}}",
-    "doc_to_choice": "{{ends}}",
-    "doc_to_target": "{{answer}}",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
-ENDING = {
-    **COMMON,
-    "task": "own_ending",
-    "output_type": "loglikelihood",
-    "doc_to_text": "{{start}}",
-    "doc_to_target": "{{ends[answer]}}",
-    "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
-}
-ROLLING = {
-    **COMMON,
-    "task": "own_text",
-    "output_type": "loglikelihood_rolling",
-    "doc_to_text": "",
-    "doc_to_target": "{{text}}",
-    "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+
+
+def task(kind, metric, start, end, **others):
+    """A task of the harness, in an order of its keys that the harness does not care for."""
+    aggregated = {"metric": metric, "aggregation": others.pop("by", metric), "higher_is_better": metric == "acc"}
+    return {
+        "dataset_path": "json",
+        "test_split": "test",
+        "target_delimiter": "",
+        "output_type": kind,
+        "doc_to_text": start,
+        "doc_to_target": end,
+        "metric_list": [aggregated],
+        **others,
+    }
+
+
+TASKS = {  # the first has a number of examples that --num_fewshot does not change
+    "own_choice": task(
+        "multiple_choice", "acc", "{{start}}", "{{answer}}", doc_to_choice="{{ends}}", by="mean", num_fewshot=0
+    ),
+    "own_ending": task("loglikelihood", "perplexity", "{{start}}", "{{ends[answer]}}"),
+    "own_text": task("loglikelihood_rolling", "bits_per_byte", "", "{{text}}"),
 }
 
 
@@ -90,7 +86,7 @@ def write_tasks(folder):
     rows = {"questions": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
     for name, each in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
-    for task in (CHOICE, ENDING, ROLLING):
-        data = folder / ("texts.jsonl" if task is ROLLING else "questions.jsonl")
-        own = {**task, "dataset_kwargs": {"data_files": {"test": str(data)}}}
-        Path(folder, f"{task['task']}.yaml").write_text(json.dumps(own))
+    for name, content in TASKS.items():
+        data = str(folder / ("texts.jsonl" if name == "own_text" else "questions.jsonl"))
+        own = {"task": name, **content, "dataset_kwargs": {"data_files": {"test": data}}}
+        (folder / f"{name}.yaml").write_text(json.dumps(own))

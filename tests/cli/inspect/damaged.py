@@ -18,46 +18,23 @@ class Evil:
         return os.mkdir, ("code ran",)
 
 
-def state(draw):
-    return {f"layers.{i}.weight": torch.randn(draw.choice([1, 8, 16]), draw.choice([1, 16, 33])) for i in range(2)}
-
-
 # --- whole files ---
 
 
-def checkpoint(draw, path):
-    torch.save({"state_dict": state(draw), "epoch": 1, "hyper_parameters": {"lr": 0.1}}, path := path / "a.ckpt")
-    return path
+def whole(draw, path):
+    """A checkpoint, weights alone, in torch's old format, of safetensors, or a folder with or without an index."""
+    state = {f"layers.{i}.weight": torch.randn(draw.choice([1, 8, 16]), draw.choice([1, 16, 33])) for i in range(2)}
+    name = draw.choice(["a.ckpt", "a.pt", "a.bin", "a.safetensors", "model.safetensors", "shard.safetensors"])
+    if name.endswith(".safetensors"):
+        save_file(state, path / name)
+    else:
+        content = {"state_dict": state, "epoch": 1, "hyper_parameters": {"lr": 0.1}} if name == "a.ckpt" else state
+        torch.save(content, path / name, _use_new_zipfile_serialization=name != "a.bin")
+    if name == "shard.safetensors":
+        index = json.dumps({"weight_map": dict.fromkeys(state, name)})
+        (path / "model.safetensors.index.json").write_text(index)
+    return path / name if name.startswith("a.") else path
 
-
-def weights(draw, path):
-    torch.save(state(draw), path := path / "a.pt")
-    return path
-
-
-def old_format(draw, path):
-    torch.save(state(draw), path := path / "a.bin", _use_new_zipfile_serialization=False)
-    return path
-
-
-def safetensors(draw, path):
-    save_file(state(draw), path := path / "a.safetensors")
-    return path
-
-
-def folder(draw, path):
-    save_file(state(draw), path / "model.safetensors")
-    return path
-
-
-def shards(draw, path):
-    save_file(state(draw), path / "shard.safetensors")
-    index = {"weight_map": dict.fromkeys(state(draw), "shard.safetensors")}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
-
-
-WHOLE = [checkpoint, weights, old_format, safetensors, folder, shards]
 
 # --- damage to bytes ---
 
@@ -115,22 +92,14 @@ ODD = {
     "huge": lambda: torch.full((4, 16), 3e38),
     "tiny": lambda: torch.full((4, 16), 1e-45),
 }
+ONES = torch.ones(4, 4)
+CONTENTS = [None, 1, "text", [], [ONES], {}, {"state_dict": None}, {"state_dict": [1]}, {1: ONES}]
+CONTENTS += [{"state_dict": {"a": {"b": ONES}}}, ONES, {"a": 1, "b": "c"}]
+CODE = [Evil(), {"state_dict": Evil()}, {"a.weight": ONES, "b": Evil()}]
 TEXTS = ["", "{}", "[]", "null", "a: 1", "\0", "\ud800", "#!/bin/sh\n", "version https://git-lfs.github.com/spec/v1\n"]
-INDICES = [
-    "",
-    "[]",
-    "{}",
-    "[" * 100_000,
-    '{"weight_map": 1}',
-    '{"weight_map": {"a": 1}}',
-    '{"weight_map": {"a": null}}',
-]
-INDICES += ['{"weight_map": {}}', '{"weight_map": {"a": "../../etc/passwd"}}', '{"weight_map": {"a": "/dev/zero"}}']
-INDICES += [
-    '{"weight_map": {"a": "missing.safetensors"}}',
-    '{"weight_map": {"a": "."}}',
-    '{"weight_map": {"a": "\\u0000"}}',
-]
+WEIGHT_MAPS = ["1", "{}", '{"a": 1}', '{"a": null}', '{"a": "../../etc/passwd"}', '{"a": "/dev/zero"}']
+WEIGHT_MAPS += ['{"a": "missing.safetensors"}', '{"a": "."}', '{"a": "\\u0000"}']
+INDICES = ["", "[]", "{}", "[" * 100_000, *(f'{{"weight_map": {content}}}' for content in WEIGHT_MAPS)]
 
 
 def odd_tensors(draw, path):
@@ -140,23 +109,11 @@ def odd_tensors(draw, path):
 
 
 def odd_content(draw, path):
-    contents = [
-        None,
-        1,
-        "text",
-        [],
-        [torch.ones(4, 4)],
-        {},
-        {"state_dict": None},
-        {"state_dict": [1]},
-        {1: torch.ones(4, 4)},
-    ]
-    contents += [{"state_dict": {"a": {"b": torch.ones(4, 4)}}}, torch.ones(4, 4), {"a": 1, "b": "c"}]
-    return saved(draw, path, draw.choice(contents))
+    return saved(draw, path, draw.choice(CONTENTS))
 
 
 def code(draw, path):
-    content = draw.choice([Evil(), {"state_dict": Evil()}, {"a.weight": torch.ones(4, 4), "b": Evil()}])
+    content = draw.choice(CODE)
     if draw.random() < 0.3:
         path = path / "a.ckpt"
         path.write_bytes(pickle.dumps(content))
@@ -170,15 +127,10 @@ def saved(draw, path, content):
     return path.parent if path.suffix == ".bin" and draw.random() < 0.5 else path
 
 
-def text(draw, path):
-    path = path / draw.choice(["a.ckpt", "a.safetensors", "model.safetensors", "noextension"])
-    path.write_bytes(draw.choice(TEXTS).encode(errors="surrogatepass"))
-    return path
-
-
-def noise(draw, path):
-    path = path / draw.choice(["a.ckpt", "a.safetensors", "pytorch_model.bin"])
-    path.write_bytes(draw.randbytes(draw.choice([1, 8, 9, 1000])))
+def text_or_noise(draw, path):
+    path = path / draw.choice(["a.ckpt", "a.safetensors", "model.safetensors", "pytorch_model.bin", "noextension"])
+    text = draw.choice(TEXTS).encode(errors="surrogatepass")
+    path.write_bytes(draw.choice([text, draw.randbytes(draw.choice([1, 8, 9, 1000]))]))
     return path
 
 
@@ -195,28 +147,27 @@ def index(draw, path):
     return path
 
 
+ELSEWHERE = ["", "x" * 5000, "a\0b", "~nobody_there/a.ckpt", "/", "/dev/null/a", "\ud800.ckpt"]
+PLACES = {
+    "nothing": lambda path: None,
+    "folder": Path.mkdir,
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "fifo": os.mkfifo,
+    "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "null": lambda path: path.symlink_to("/dev/null"),
+    "metadata": lambda path: path.with_name(".metadata").touch(),
+}
+
+
 def place(draw, path):
     """Something that is no file, or cannot be read."""
     name = path / draw.choice(["a.ckpt", "a.safetensors", "model.safetensors", "pytorch_model.bin"])
-    kind = draw.choice(["nothing", "folder", "dangling", "loop", "fifo", "device", "metadata", "name"])
-    if kind == "folder":
-        name.mkdir()
-    elif kind == "dangling":
-        name.symlink_to("nowhere")
-    elif kind == "loop":
-        name.symlink_to(name.name)
-    elif kind == "fifo":
-        os.mkfifo(name)
-    elif kind == "device":
-        name.symlink_to(draw.choice(["/dev/zero", "/dev/null", "/dev/full"]))
-    elif kind == "metadata":
-        (path / ".metadata").touch()
-    elif kind == "name":
-        return Path(draw.choice(["", "x" * 5000, "a\0b", "~nobody_there/a.ckpt", "/", "/dev/null/a", "\ud800.ckpt"]))
-    return draw.choice([name, path])
+    PLACES[draw.choice([*PLACES])](name)
+    return draw.choice([name, path, Path(draw.choice(ELSEWHERE))])
 
 
-OTHERS = [odd_tensors, odd_tensors, odd_content, code, text, noise, archive, index, place, place]
+OTHERS = [odd_tensors, odd_tensors, odd_content, code, text_or_noise, text_or_noise, archive, index, place, place]
 
 
 def make(number, path):
@@ -225,7 +176,7 @@ def make(number, path):
     torch.manual_seed(number)
     if draw.random() < 0.5:
         return draw.choice(OTHERS)(draw, path)
-    inspected = draw.choice(WHOLE)(draw, path)
+    inspected = whole(draw, path)
     files = [inspected] if inspected.is_file() else sorted(inspected.iterdir())
     damaged = draw.choice(files)
     damaged.write_bytes(draw.choice(DAMAGE)(draw, bytearray(damaged.read_bytes())))
