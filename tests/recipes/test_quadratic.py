@@ -13,6 +13,7 @@ from lightning_lowbit import Cast, Scale, cli, quantize
 from lightning_lowbit.cli.configs import recipes
 from lightning_lowbit.recipes.quadratic import Curve, Quadratic, charts
 from tests.lightning_imports import quiet_trainer
+from tests.tables import each
 
 STEPS, DIMENSIONS = 150, 1000
 NOISES = (2.0, 1.0, 0.5, 0.0)
@@ -55,7 +56,7 @@ def factors(losses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("curvature", [1.0, 2.5])
+@each("curvature", [1.0, 2.5])
 def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature):
     curves = {curve: losses for curve, losses in descend_all(curvature).items() if curve.error == "noise"}
     assert len(curves) == 12
@@ -72,14 +73,11 @@ def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature):
 
 
 @pytest.mark.slow
-def test_each_row_has_noise_of_its_own():
-    first, second = (factors(descend_all(1.0)[Curve("noise", noise, 1)]) for noise in (2, 1))
-    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 4 / math.sqrt(STEPS)
-
-
-@pytest.mark.slow
 def test_figure_4():
     losses = descend_all(1.0)
+    first, second = (factors(losses[Curve("noise", noise, 1)]) for noise in (2, 1))
+    correlation = torch.corrcoef(torch.stack([first, second]))[0, 1]
+    assert abs(correlation) < 4 / math.sqrt(STEPS), "each row has noise of its own"
     full, tenth = ({noise: losses[Curve("noise", noise, step)] for noise in NOISES} for step in (1, 0.1))
     assert full[2][10] > full[2][0] and full[2][-1] > 1e12  # does not descend
     steps = 20
@@ -104,7 +102,7 @@ def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1.0, 0.5, 0.1])
+@each("step", [1.0, 0.5, 0.1])
 def test_descent_stops_at_the_noise_that_a_step_bears(step):
     limit = math.sqrt(3 * (2 / step - 1))
     below, above = descend(noises=(0.9 * limit, 1.1 * limit), steps=(step,)).values()
@@ -115,7 +113,7 @@ def test_descent_stops_at_the_noise_that_a_step_bears(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("curvature", [1.0, 2.5])
+@each("curvature", [1.0, 2.5])
 def test_bias_leaves_a_floor_that_the_step_does_not_move(curvature):
     start = begin(curvature=curvature, errors=(1.0,)).points[0].detach()
     curves = {curve: losses for curve, losses in descend_all(curvature).items() if curve.error == "biased"}
@@ -208,27 +206,19 @@ def test_the_picture_shows_all_curves_and_the_floors():
     assert floors == [pytest.approx([0.1**2 / 5] * 2), pytest.approx([0.01**2 / 5] * 2)]
 
 
-def test_it_logs_each_curve_before_its_step():
+def test_it_logs_each_curve_before_its_step_and_a_second_fit_forgets_the_first():
     model = fit(begin(noises=(2, 1), errors=(0.1,), steps=(1, 0.1)), steps=1)
-    names = {
-        f"loss/{error}/step_{step}"
-        for error in ("noise_2", "noise_1", "biased_0.1", "unbiased_0.1")
-        for step in ("1", "0.1")
-    }
-    logged = model.trainer.logged_metrics
-    assert set(logged) == names
-    assert all(value.item() == pytest.approx(1) for value in logged.values())
-
-
-@pytest.mark.slow
-def test_a_second_fit_forgets_the_first():
+    errors = ("noise_2", "noise_1", "biased_0.1", "unbiased_0.1")
+    names = [f"loss/{error}/step_{step}" for error in errors for step in ("1", "0.1")]
+    logged = {name: value.item() for name, value in model.trainer.logged_metrics.items()}
+    assert logged == pytest.approx(dict.fromkeys(names, 1.0))
     model = fit(begin(noises=(1,), steps=(1,)), steps=3)
     end = model().detach()
     (losses,) = fit(model, steps=2).losses().values()
     assert losses.shape == (3,) and losses[0] == end
 
 
-@pytest.mark.parametrize("arguments", [{"dimensions": 0}, {"curvature": 0}, {"curvature": -1}])
+@each("arguments", [{"dimensions": 0}, {"curvature": 0}, {"curvature": -1}])
 def test_a_loss_without_minimum_is_refused(arguments):
     with pytest.raises(ValueError, match="at least one dimension and a positive curvature"):
         Quadratic(**arguments)

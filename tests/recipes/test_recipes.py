@@ -1,15 +1,14 @@
 """Every recipe and overlay: two steps of a small version, and its full size without memory for the numbers."""
 
-import json
 import os
 import re
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_lowbit import Adaptive, PrecisionSummary, cli
 from lightning_lowbit.cli import run
@@ -18,32 +17,14 @@ from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
+from tests.cli.run.commands import scalars
 from tests.recipes.data.streams import write_c4
-from tests.recipes.recipe_names import (
-    OVERLAYS,
-    RECIPES,
-    RULES,
-    STUDIES,
-    parts,
-    save_pretrained,
-    write_small,
-)
+from tests.recipes.recipe_names import OVERLAYS, RECIPES, RULES, STUDIES, parts, run_json, save_pretrained, write_small
+from tests.tables import each
 
-# Millions of parameters.
-SIZES = {
-    "quickstart": 3.34,
-    "c4": 58.07,
-    "llama_130m": 134.11,
-    "llama_350m": 367.97,
-    "llama_1b": 1339,
-    "llama_7b": 6738,
-    "multi_node": 6738,
-    "bitnet": 3.35,
-    "olmoe": 10.63,
-    "dpo": 0.935,  # with the reference
-    "small_long": 0.2,
-}
-
+# Millions of parameters; of dpo with the reference.
+SIZES = {"c4": 58.07, "llama_130m": 134.11, "llama_350m": 367.97, "llama_1b": 1339, "llama_7b": 6738}
+SIZES |= {"multi_node": 6738, "bitnet": 3.35, "olmoe": 10.63, "dpo": 0.935, "small_long": 0.2}
 
 # Casts that overlays make of the recipe's, where they are no preset of the same name.
 CHANGES = {
@@ -115,9 +96,8 @@ def test_two_steps(name):
 
 def fits(configs):
     """Two steps of a run, and what they leave behind: its folder."""
-    assert cli.main(["fit", *(f"--config={config}" for config in configs)]) == 0
+    result = run_json(*configs)
     folder = Path("runs") / "+".join(config.removesuffix(".yaml") for config in configs) / "version_0"
-    result = json.loads((folder / "run.json").read_text())
     assert result["status"] == "finished" and result["steps"] == 2
     assert (folder / "report.html").exists() and (folder / "checkpoints").exists()
     assert 0 < result["metrics"]["val_loss"] < 11
@@ -161,12 +141,6 @@ def test_lora_trains_adapters_alone(overlays):
         assert found.dtype == torch.uint8 if is_packed else torch.equal(found, expected), name
 
 
-@pytest.mark.slow
-def test_continual_qat_says_that_it_needs_a_model(capsys):
-    assert cli.main(["fit", "--config=continual_qat"]) != 0
-    assert "no network 'model'" in capsys.readouterr().err
-
-
 @pytest.mark.fast("nvfp4", "adam_mini_adaptive", "fp16")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_full_size(name):
@@ -175,7 +149,7 @@ def test_full_size(name):
         optimizer = parsed.model.make_optimizer(list(parsed.model.named_parameters()))
     assert all(parameter.is_meta for parameter in parsed.model.parameters())
     size = sum(parameter.numel() for parameter in parsed.model.parameters()) / 1e6
-    assert size == pytest.approx(SIZES.get(name, SIZES["quickstart"]), rel=0.01)
+    assert size == pytest.approx(SIZES.get(name, 3.34), rel=0.01)
     plugin = parsed.trainer.precision_plugin
     assert isinstance(plugin, LowBitPrecision)
     preset = name.replace("_", "-")
@@ -203,14 +177,11 @@ def described(optimizer):
     return f"{name} of {described(optimizer.optimizer)}" if isinstance(optimizer, Adaptive) else name
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "c4"])
-@pytest.mark.parametrize("name", ["lion", "adam_mini"])
-def test_an_optimizer_and_the_one_behind_guards_are_the_same(name, recipe):
+@each("recipe, name", product(["quickstart", "c4"], ["lion", "adam_mini"]))
+def test_an_optimizer_and_the_one_behind_guards_are_the_same(recipe, name):
     """Of table 4.5, whatever the recipe, which has a learning rate, betas and a weight decay of its own."""
-    plain, guarded = (
-        merge_all([recipe, overlay])["model"]["init_args"]["optimizer"] for overlay in (name, f"{name}_adaptive")
-    )
-    assert guarded["init_args"] == {"base": plain}
+    plain, guarded = (merge_all([recipe, overlay])["model"]["init_args"] for overlay in (name, f"{name}_adaptive"))
+    assert guarded["optimizer"]["init_args"] == {"base": plain["optimizer"]}
 
 
 class Interrupt(Callback):
@@ -253,17 +224,14 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
         here = ["--trainer.max_steps=6", "--trainer.limit_val_batches=0", "--trainer.default_root_dir", folder]
         return cli.main(["fit", *configs, *options, *here, *more])
 
-    def losses(folder):
-        return {event.step: event.value for event in EventAccumulator(folder).Reload().Scalars("loss")}
-
     assert fit("whole") == 0
     callback = "{class_path: tests.recipes.test_recipes.Interrupt, init_args: {step: 3}}"
     with pytest.raises(SystemExit):
         fit("parts", f"--trainer.callbacks+={callback}")
     assert fit("parts", "--ckpt_path=last") == 0
-    whole = losses("whole/version_0")
+    whole, rest = scalars("whole/version_0", "loss"), scalars("parts/version_1", "loss")
     assert sorted(whole) == list(range(6))
-    assert losses("parts/version_1") == {4: whole[4], 5: whole[5]}, "step 3 was finished, and then others followed"
+    assert rest == {4: whole[4], 5: whole[5]}, "step 3 was finished, and then others followed"
 
 
 @pytest.mark.slow

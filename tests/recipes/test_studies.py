@@ -14,7 +14,10 @@ from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.optim.adam import PRESETS as GAMMAS
 from lightning_lowbit.recipes.spikes import GradientSpikes
-from tests.recipes.recipe_names import FP4_STUDIES, OPTIMIZER_STUDIES, RULES, STUDIES, save_pretrained
+from tests.recipes.recipe_names import RULES, STUDIES, save_pretrained
+from tests.tables import each
+
+FP4_STUDIES = ("scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding")
 
 
 def runs_of(study):
@@ -31,7 +34,17 @@ def differing(casts, other):
     return {operand for operand in OPERANDS if getattr(casts, operand) != getattr(other, operand)}
 
 
-@pytest.mark.parametrize("name", FP4_STUDIES)
+def short(part):
+    """The name of a class in a configuration."""
+    return part["class_path"].rpartition(".")[2]
+
+
+def has_no_switch(row):
+    """Whether one precision holds from first to last."""
+    return not any(short(callback).endswith("Switch") for callback in row.config["trainer"]["callbacks"])
+
+
+@each("name", FP4_STUDIES)
 def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
     study, casts = read_study(name), casts_of(name)
     assert study.name == name and study.baseline == "bf16"
@@ -42,28 +55,28 @@ def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
         del row.config["trainer"]["default_root_dir"], row.config["trainer"]["plugins"]["init_args"]["casts"]
         assert row.config["trainer"].pop("plugins")["init_args"] == {"skip": ["lm_head"]}
         assert row.config == study.rows[0].config
-    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
-    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+    assert has_no_switch(study.rows[0])
 
 
 def test_the_rows_of_fp8_scalings():
     """FP8 by its scales over all steps of the quickstart, without a switch."""
-    plugins = {row.name: row.config["trainer"]["plugins"] for row in read_study("fp8_scalings").rows}
-    assert plugins.pop("bf16_400")["init_args"] == {"casts": "bf16", "skip": ["lm_head"]}
-    classes = {name: plugin["class_path"].rpartition(".")[2] for name, plugin in plugins.items()}
-    assert classes == {name: "LowBitPrecision" if name == "mxfp8" else "FP8Precision" for name in plugins}
-    assert {name: plugin["init_args"] for name, plugin in plugins.items()} == {
-        "fp8": {"scaling": "delayed", "skip": ["lm_head"]},
-        "fp8_current": {"scaling": "current", "skip": ["lm_head"]},
-        "fp8_row": {"scaling": "row", "skip": ["lm_head"]},
-        "mxfp8": {"casts": "mxfp8", "skip": ["lm_head"]},
-        "fp8+smooth_swiglu": {"scaling": "delayed", "smooth_swiglu": "channel", "skip": ["lm_head"]},
-        "fp8+w3_bf16": {"scaling": "delayed", "overrides": {"down_proj": "bf16"}, "skip": ["lm_head"]},
+    expected = {
+        "bf16_400": ("LowBitPrecision", {"casts": "bf16"}),
+        "fp8": ("FP8Precision", {"scaling": "delayed"}),
+        "fp8_current": ("FP8Precision", {"scaling": "current"}),
+        "fp8_row": ("FP8Precision", {"scaling": "row"}),
+        "mxfp8": ("LowBitPrecision", {"casts": "mxfp8"}),
+        "fp8+smooth_swiglu": ("FP8Precision", {"scaling": "delayed", "smooth_swiglu": "channel"}),
+        "fp8+w3_bf16": ("FP8Precision", {"scaling": "delayed", "overrides": {"down_proj": "bf16"}}),
     }
-    for row in read_study("fp8_scalings").rows:
-        assert row.config["trainer"]["max_steps"] == 400 and len(row.seeds) == 3
-        callbacks = [callback["class_path"] for callback in row.config["trainer"]["callbacks"]]
-        assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+    rows = {row.name: row for row in read_study("fp8_scalings").rows}
+    assert rows.keys() == expected.keys()
+    for name, row in rows.items():
+        kind, arguments = expected[name]
+        trainer = row.config["trainer"]
+        assert short(trainer["plugins"]) == kind, name
+        assert trainer["plugins"]["init_args"] == {**arguments, "skip": ["lm_head"]}, name
+        assert trainer["max_steps"] == 400 and len(row.seeds) == 3 and has_no_switch(row), name
 
 
 def test_the_rows_of_qat():
@@ -72,12 +85,11 @@ def test_the_rows_of_qat():
     seen = {}
     for row in study.rows:
         assert row.config["trainer"]["max_steps"] == 400 and row.seeds == [0, 1, 2]
-        arguments = row.config["trainer"]["plugins"]["init_args"]
-        optimizer = row.config["model"]["init_args"]["optimizer"]
-        name = optimizer["class_path"].rpartition(".")[2]
-        seen[row.name] = (arguments.get("weight_bits"), name, optimizer["init_args"]["lr"])
-        kind = row.config["trainer"]["plugins"]["class_path"].rpartition(".")[2]
-        assert kind == {"bf16": "LowBitPrecision", "tern": "TernaryPrecision"}.get(row.name[:4], "IntegerPrecision")
+        plugin, optimizer = row.config["trainer"]["plugins"], row.config["model"]["init_args"]["optimizer"]
+        arguments = plugin["init_args"]
+        seen[row.name] = (arguments.get("weight_bits"), short(optimizer), optimizer["init_args"]["lr"])
+        kinds = {"bf16": "LowBitPrecision", "tern": "TernaryPrecision"}
+        assert short(plugin) == kinds.get(row.name[:4], "IntegerPrecision")
         assert arguments["skip"] == ["lm_head"] and arguments.get("activation_bits") in (None, 8, seen[row.name][0])
     names = {"adamw": "AdamW", "stable_spam": "StableSPAM"}
     bits = {"bf16": None, "int4": 4, "int3": 3, "int2": 2, "ternary": None}
@@ -93,8 +105,7 @@ def test_the_rows_of_progressive():
     """Of switches at one step the last holds: each row's own."""
     last = {}
     for row in read_study("progressive").rows:
-        switches = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].endswith("PrecisionSwitch")]
-        at_the_start = [switch["init_args"] for switch in switches if switch["init_args"]["at"] == 0]
+        at_the_start = [switch for switch in callbacks_of(row, "PrecisionSwitch") if switch["at"] == 0]
         last[row.name] = (at_the_start[-1].get("over"), at_the_start[-1].get("schedule"))
     schedules = ("linear", "cosine", "sigmoid", "delayed")
     assert last == {"sudden": (None, None), **{name: (0.5, name) for name in schedules}}
@@ -122,8 +133,7 @@ def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
 
 def callbacks_of(row, name):
     """The arguments of the callbacks of a class."""
-    callbacks = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].rpartition(".")[2] == name]
-    given = [c.get("init_args", {}) for c in callbacks]
+    given = [c.get("init_args", {}) for c in row.config["trainer"]["callbacks"] if short(c) == name]
     return [arguments if isinstance(arguments, dict) else arguments.as_dict() for arguments in given]
 
 
@@ -172,15 +182,10 @@ def options_of(row):
     return type(made).__name__, {name: value for name, value in group.items() if name != "params"}
 
 
-def is_spikes(callback):
-    return locate(callback["class_path"]) is GradientSpikes
-
-
 def spikes_of(row):
     """Probability, factor, share and seed of each callback that makes spikes."""
-    given = [callback.get("init_args", {}) for callback in row.config["trainer"]["callbacks"] if is_spikes(callback)]
-    made = [GradientSpikes(**arguments) for arguments in given]
-    return [(each.probability, each.factor, each.share, each.seed) for each in made]
+    made = [GradientSpikes(**arguments) for arguments in callbacks_of(row, "GradientSpikes")]
+    return [(spikes.probability, spikes.factor, spikes.share, spikes.seed) for spikes in made]
 
 
 def check_optimizer(row, name, precision, lr=1e-3):
@@ -202,7 +207,7 @@ def check_optimizer(row, name, precision, lr=1e-3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZER_STUDIES)
+@pytest.mark.parametrize("name", ["spikes", "learning_rates", "ablation"])
 def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
     study = read_study(name)
     plugins = {
@@ -218,12 +223,11 @@ def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
         assert trainer.pop("gradient_clip_val", None) == (1.0 if "gradclip+" in row.name else None), row.name
         # One that says what holds anyway: a row in four bits has it, one in bf16 has not.
         no_switch = {"class_path": "lightning_lowbit.PrecisionSwitch", "init_args": {"to": "fqt", "at": 0.9}}
-        trainer["callbacks"] = [c for c in trainer["callbacks"] if not is_spikes(c) and c != no_switch]
+        trainer["callbacks"] = [c for c in trainer["callbacks"] if short(c) != "GradientSpikes" and c != no_switch]
         assert row.config == study.rows[0].config, row.name
         assert len(row.seeds) == 3
     assert study.baseline.startswith("bf16") and study.rows[0].config["trainer"]["max_steps"] == 250
-    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
-    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+    assert has_no_switch(study.rows[0])
 
 
 def test_the_rows_of_spikes():
@@ -238,7 +242,7 @@ def test_the_rows_of_spikes():
     for row in study.rows:
         precision, optimizer, *others = row.name.split("+")
         check_optimizer(row, optimizer, precision)
-        assert spikes_of(row) == spikes.get(row.name.split("+")[-1], []), row.name
+        assert spikes_of(row) == spikes.get([optimizer, *others][-1], []), row.name
         assert ("gradient_clip_val" in row.config["trainer"]) == ("gradclip" in others), row.name
 
 
@@ -267,12 +271,9 @@ def test_the_rows_of_ablation():
 
 @pytest.mark.slow
 def test_studies_share_what_has_the_same_name():
-    recipes_by_folder = {}
-    for name in STUDIES:
-        for each in runs_of(name):
-            recipes_by_folder.setdefault(each.folder, set()).add(each.recipe)
-    assert all(len(recipes) == 1 for recipes in recipes_by_folder.values())
-    assert len(recipes_by_folder) < sum(len(runs_of(name)) for name in STUDIES)
+    runs = [run for name in STUDIES for run in runs_of(name)]
+    recipes = {(run.folder, run.recipe) for run in runs}
+    assert len(recipes) == len({folder for folder, _ in recipes}) < len(runs)
 
 
 @pytest.mark.fast("ablation", "qat")
@@ -296,16 +297,12 @@ def test_scale_formats_and_block_sizes_are_what_their_names_say():
             assert getattr(casts, operand).rounding == getattr(LinearCasts.preset("nvfp4"), operand).rounding
 
 
-@pytest.mark.parametrize(
-    ("study", "all_of_them", "prefix", "others"),
-    [
-        ("stochastic_rounding", "all_nearest", "sr", "nearest"),
-        ("nearest_rounding", "all_stochastic", "nearest", "stochastic"),
-    ],
+@each(
+    "study, prefix, others", [("stochastic_rounding", "sr", "nearest"), ("nearest_rounding", "nearest", "stochastic")]
 )
-def test_one_operand_at_a_time_rounds_otherwise(study, all_of_them, prefix, others):
+def test_one_operand_at_a_time_rounds_otherwise(study, prefix, others):
     casts = casts_of(study)
-    everywhere = casts[all_of_them]
+    everywhere = casts[f"all_{others}"]
     assert {getattr(everywhere, operand).rounding for operand in OPERANDS} == {others}
     assert everywhere.fprop_x.scale == LinearCasts.preset("nvfp4").fprop_x.scale
     for operand in OPERANDS:

@@ -9,6 +9,7 @@ import torch
 
 from lightning_lowbit.recipes.data import TextDataModule
 from tests.recipes.data.runs import SIZES, SaveAlways, fit
+from tests.tables import each
 
 
 @pytest.mark.slow
@@ -51,9 +52,8 @@ def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(folder, tmp_path,
         epoch, step_in_epoch = divmod(step, steps)
         resumed = fit(folder, tmp_path / f"step{step}.ckpt", **common).seen
         assert resumed == whole[batches * epoch + accumulate * step_in_epoch :], f"resumed after step {step}"
-    assert (
-        fit(folder, tmp_path / "epoch0.ckpt", callbacks=[SaveAlways(tmp_path / "again")], **common).seen == whole[13:]
-    )
+    again = fit(folder, tmp_path / "epoch0.ckpt", callbacks=[SaveAlways(tmp_path / "again")], **common)
+    assert again.seen == whole[13:]
     assert fit(folder, tmp_path / "again" / f"step{2 * steps - 1}.ckpt", **common).seen[-batches:] == whole[-batches:]
     assert fit(folder, tmp_path / "again" / "epoch1.ckpt", **common).seen == whole[-batches:]
 
@@ -86,9 +86,7 @@ def test_overfitting_repeats_the_first_batches(folder):
     assert seen == seen[:2] * 3 and seen[0] != seen[1]
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@each("ranks, num_workers", [(1, 0), (2, 2), (3, 0)])
 def test_an_epoch_holds_each_sequence_once(folder, ranks, num_workers):
     seen = []
     for rank in range(ranks):
