@@ -31,7 +31,7 @@ _EXAMPLES = {"int": 1, "float": 0.1, "bool": True}
 
 # Arguments of plugins that are names: what one is, and the tables of all, the usual ones first.
 PRESETS = "lightning_lowbit.nn.casts.presets.PRESETS"
-_DTYPES = [f"lightning_lowbit.precision.run_settings.{name}" for name in ("COMPUTE_DTYPES", "_SPELLINGS", "_INSTEAD")]
+_DTYPES = [f"lightning_lowbit.precision.run_settings.{name}" for name in ("_SPELLINGS", "_INSTEAD")]
 NAMES = {
     "casts": ("preset", [PRESETS]),
     "attention": ("preset", [PRESETS]),

@@ -105,6 +105,7 @@ def test_lists_help_and_mistakes_do_not_wait_for_torch():
             "fit --config quickstart --trainer.max_epochs two", "fit --config quickstart --data.batch_size big",
             "compare --config quickstart --model.optimizer.lr high", "fit --config quickstart --model.scheduler Nope",
             "fit --config quickstart --trainer.plugins.casts nvfp5", "inspect", "export", "evaluate", "cp", "estimate",
+            "fit --config quickstart --trainer.plugins.compute_dtype x",
             "export nowhere.ckpt", "export nowhere.ckpt --format int44", "evaluate nowhere.ckpt --tasks one",
             *(f"{name} --help" for name in ("fit", "compare", "inspect", "export", "evaluate", "estimate")),
         ):
