@@ -154,10 +154,7 @@ def _arguments_of_option(option: str, text: str | None, classes: dict[str, str])
         value = text if i + 1 == len(parts) else _UNKNOWN
         yield _Argument(path, place, ".".join(option.split(".")[: i + 2]), "", value)
         place = f"{place}.{part}" if path is None else f"{place}.init_args.{part}"
-    try:
-        value = None if text is None else yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
+    value = _read(text)
     key = parts[-1] if parts else ""
     yield from _arguments_in(place, {key: value} if key in ("class_path", "init_args") else value, classes, "")
 
