@@ -39,19 +39,14 @@ def test_last_is_that_of_the_last_run_and_the_highest_step_whatever_the_times_sa
     assert last() == place(1, "last.ckpt")
 
 
-def test_a_crash_between_two_renames_loses_nothing():
-    save_directory(place(0, f"last.ckpt.{LEFT}.previous"), 6)
+def test_a_crash_between_two_renames_loses_nothing_and_a_resume_removes_what_others_left():
+    save_directory(previous := place(0, f"last.ckpt.{LEFT}.previous"), 6)
     save_directory(place(0, "step=3.ckpt"), 3)
-    assert last(trains=False) == place(0, f"last.ckpt.{LEFT}.previous"), "who only reads changes nothing"
-    assert last() == place(0, "last.ckpt")
-
-
-def test_a_resume_removes_what_crashes_left_in_folders_of_earlier_runs():
-    save_file(place(0, "last.ckpt"))
-    for run, name in ((0, f"last.ckpt.{LEFT}.partial"), (1, f"step=4.ckpt.{LEFT}.partial")):
-        place(run, name).parent.mkdir(parents=True, exist_ok=True)
-        place(run, name).touch()
-    assert last(trains=False) == place(0, "last.ckpt") and len(list(Path("runs").rglob("*.partial"))) == 2
+    for path in (place(0, f"step=9.ckpt.{LEFT}.partial"), place(1, f"step=4.ckpt.{LEFT}.partial")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert last(trains=False) == previous, "who only reads changes nothing"
+    assert len(list(Path("runs").rglob("*.partial"))) == 2
     assert last() == place(0, "last.ckpt") and not list(Path("runs").rglob("*.partial"))
 
 

@@ -6,8 +6,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_lowbit.cli.configs import combined_name, find_config, merge, merge_all, merge_configs, recipes
+from lightning_lowbit.cli.configs import (
+    combined_name,
+    find_config,
+    merge,
+    merge_all,
+    merge_configs,
+    options_with_lists,
+    recipes,
+    with_lists,
+)
 from lightning_lowbit.nn import OPERANDS
+from tests.tables import each
 
 
 def plugin(class_path, **arguments):
@@ -115,3 +125,53 @@ def test_find_config():
     assert find_config("quickstart") == Path("quickstart"), "a file comes first"
     with pytest.raises(FileNotFoundError, match="Did you mean 'llama_350m' or 'llama_130m'"):
         find_config("llama_30m")
+
+
+# --- one item in the place of a list ---
+
+PLUGIN, SKIP = "--trainer.plugins", "--trainer.plugins.init_args.skip"
+FP8 = "lightning_lowbit.FP8Precision"
+NORMS = "--trainer.callbacks+=lightning_lowbit.GradientNormMonitor"
+
+
+@each(
+    ("given", "made"),
+    [
+        ([SKIP, "lm_head"], [SKIP, "[lm_head]"]),
+        ([f"{SKIP}=lm_head"], [f"{SKIP}=[lm_head]"]),
+        ([f"{PLUGIN}.only=up|down"], [f"{PLUGIN}.only=[up|down]"]),
+        ([SKIP, r"layers\.-1"], [SKIP, r"[layers\.-1]"]),
+        ([SKIP, "a: [b"], [SKIP, "['a: [b']"]),
+        ([f"{PLUGIN}={FP8}", SKIP, "up"], [f"{PLUGIN}={FP8}", SKIP, "[up]"]),
+        ([f"{PLUGIN}.class_path", FP8, f"{PLUGIN}.skip=up"], [f"{PLUGIN}.class_path", FP8, f"{PLUGIN}.skip=[up]"]),
+        ([PLUGIN, "FP8Precision", SKIP, "up"], [PLUGIN, "FP8Precision", SKIP, "[up]"]),
+        ([NORMS, "--trainer.callbacks.layers", "up"], [NORMS, "--trainer.callbacks.layers", "[up]"]),
+    ],
+)  # fmt: skip
+def test_an_item_on_the_command_line(given, made):
+    assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *made]
+
+
+@each(
+    "given",
+    [
+        *([SKIP, "[lm_head]"], [SKIP, "null"], [SKIP, "{a: b}"], [SKIP], [SKIP, "--seed_everything", "1"]),
+        *([f"{SKIP}+=lm_head"], [f"{SKIP}+", "lm_head"]),
+        *([f"{PLUGIN}.init_args.casts", "nvfp4"], [f"{PLUGIN}.init_args.no_such_argument", "1"]),
+        *(["--trainer.max_steps", "3"], ["--data.init_args.path", "text"]),
+        ["--model.init_args.optimizer.init_args.betas", "0.9"],  # a pair, of which one is not enough
+        ["--trainer.plugins=no_such_module.Plugin", f"{PLUGIN}.skip=a"],
+    ],
+)
+def test_everything_else_is_left_alone(given):
+    assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *given]
+
+
+def test_an_item_in_yaml():
+    one, listed = (
+        {"plugins": [plugin("lightning_lowbit.FP4Precision", casts="nvfp4", skip=skip, overrides={"up": "bf16"})]}
+        for skip in ("lm_head", ["lm_head"])
+    )
+    assert with_lists(one) == with_lists(listed) == listed
+    unknown = plugin("no_such_module.Plugin", skip="lm_head")
+    assert with_lists(unknown) == unknown

@@ -142,15 +142,10 @@ def test_weights_that_cannot_be_gathered_as_casts_quantize_them():
 
 
 def test_tensor_parallelism():
-    """A half of the matrices in blocks; all-reduces of activations, some of them again if they are computed again."""
     model, layout = shapes(), Layout(2, "fsdp", 2)
     matrices = 2 * (4 * 64 * 64 + 3 * 64 * 176)
     found, whole = memory(model, BATCH, layout), memory(model, BATCH, Layout())
     assert whole["parameters"] - found["parameters"] == matrices * 4 // 2
-    (sent,) = communication(model, BATCH, layout)
-    assert (sent.name, sent.payload) == ("all_reduce", 2 * BATCH.tokens * 64 * (2 * 2 + 5 * 4))
-    (again,) = communication(shapes(gradient_checkpointing=True), BATCH, layout)
-    assert again.payload == 2 * BATCH.tokens * 64 * (3 * 2 + 5 * 4)
     (_, _, bf16) = communication(model, BATCH, Layout(4, "fsdp", 2, "bf16"))
     assert bf16.payload == 2 * BATCH.tokens * 64 * (2 * 2 + 5 * 2)
     halves = flops(model, BATCH, layout)
@@ -181,9 +176,7 @@ def test_times_by_hand():
     assert h100.data_parallel == pytest.approx(4e6 / 450e9 * 4)
     assert h100.hidden == max(sum(h100.gemms.values()), h100.data_parallel)
     assert h100.exposed == sum(h100.gemms.values()) + h100.data_parallel
-
-
-def test_the_longer_of_launches_and_gemms_counts():
+    # The longer of launches and GEMMs counts.
     model = Model([Weight((100, 100))], [Linear("one", 100, 100, dict.fromkeys(GEMMS, "fp4"), operations=23)], None)
     spent = times(model, Batch(1, 500, micro_batches=2), Layout(), DEVICES["b200"], Assumptions(launch=1e-5))
     assert spent.launches == pytest.approx(2 * 23 * 1e-5)

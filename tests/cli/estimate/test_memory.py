@@ -49,17 +49,6 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_a_real_step(name)
     assert found["optimizer state"] == nbytes(state)
 
 
-def test_bytes_of_optimizer_state_per_parameter():
-    """Of matrices: 8 in fp32, 2 and two scales per 128 in FP8; vectors and counters are what is left."""
-    config = {**SMALL, "hidden_size": 256, "intermediate_size": 512}
-    sizes = {}
-    for name in ("AdamW", "StableSPAM", "LowBitAdamW"):
-        model = shapes(config=config, optimizer=OPTIMIZERS[name])
-        sizes[name] = memory(model, BATCH, Layout())["optimizer state"] / model.parameters
-    assert sizes["AdamW"] == pytest.approx(8, rel=1e-3) and sizes["StableSPAM"] == pytest.approx(8, rel=1e-2)
-    assert sizes["LowBitAdamW"] == pytest.approx(2 + 2 * 4 / 128, rel=1e-2)
-
-
 # What is not estimated, once for all blocks: tables of sine and cosine in fp32, tokens and targets in int64 (tokens are
 # a slice of sequences that are longer by one), and the number of targets.
 INTEGERS = 8 * (BATCH.sequences * (BATCH.length + 1) + BATCH.tokens) + 4
@@ -105,16 +94,12 @@ def test_activations_in_fp32_and_of_parameters_in_bf16():
     estimated = saved_activations(shapes("bf16-true"), BATCH, Layout())
     assert activations - INTEGERS - ROTARY // 2 == estimated and copies == 0
     assert saved_activations(shapes(), BATCH, Layout(4, "fsdp", gather="bf16")) == estimated
-
-
-def test_one_data_parallel_group_gathers_nothing():
-    """Parameters stay in fp32, whatever they would be gathered in."""
+    # One data-parallel group gathers nothing: parameters stay in fp32, whatever they would be gathered in.
     (stored, bf16) = (memory(shapes(), BATCH, Layout(2, "fsdp", 2, gather)) for gather in ("stored", "bf16"))
     assert stored == bf16 and "weights to compute with" in stored and "gathered parameters" not in stored
 
 
 def test_activations_with_checkpointing():
-    """A block keeps its input; one block at a time is computed again."""
     activations, copies = saved(CausalLM(config=SMALL, gradient_checkpointing=True), enabled=True)
     plain, model = shapes(), shapes(gradient_checkpointing=True)
     assert model.checkpointing and not plain.checkpointing
@@ -152,10 +137,11 @@ def test_projections_of_multihead_attention_count(separate):
     assert any("emulated" in note for note in notes)
 
 
-def test_an_optimizer_that_reads_numbers_is_refused():
-    class Reads(torch.optim.SGD):
-        def step(self, closure=None):
-            return float(self.param_groups[0]["params"][0].sum())
+class Reads(torch.optim.SGD):
+    def step(self, closure=None):
+        return float(self.param_groups[0]["params"][0].sum())
 
+
+def test_an_optimizer_that_reads_numbers_is_refused():
     with pytest.raises(ValueError, match="Reads reads numbers in its step"):
         shapes(optimizer=partial(Reads, lr=0.1))

@@ -3,35 +3,19 @@
 import json
 
 import torch
-from torch import nn
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightning_imports import LightningModule, quiet_trainer
+from tests.lightning_imports import quiet_trainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
 
 
-class Plain(LightningModule):
-    """Two layers, which are no language model."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(batch.float()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def train(module, data, casts, file):
+def train(module, file, data=None, casts="int4", skip=()):
     """A checkpoint of a module that was trained for a few steps."""
-    trainer = quiet_trainer(LowBitPrecision(casts, skip=["lm_head|1"]), max_steps=4, limit_val_batches=0)
+    trainer = quiet_trainer(LowBitPrecision(casts, skip=skip), max_steps=4, limit_val_batches=0)
     trainer.fit(module, data)
     trainer.save_checkpoint(file, weights_only=False)
     return file
@@ -42,7 +26,7 @@ def language_model(casts, folder, tokenizer="bytes"):
     (folder / "text.txt").write_text(TEXT * 80)
     data = TextDataModule(str(folder / "text.txt"), tokenizer=tokenizer, sequence_length=32, batch_size=4)
     config = {**SIZES, "max_position_embeddings": 64}
-    return train(CausalLM(config=config, optimizer=big_steps), data, casts, folder / "last.ckpt")
+    return train(CausalLM(config=config, optimizer=big_steps), folder / "last.ckpt", data, casts, skip=["lm_head"])
 
 
 def big_steps(parameters):

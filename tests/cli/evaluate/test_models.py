@@ -13,7 +13,8 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.evaluate import command, options
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.packages import install_extra, is_installed
-from tests.cli.evaluate.models import SIZES, Plain, language_model, train
+from tests.cli.evaluate.models import SIZES, language_model, train
+from tests.lightning_imports import BoringModel
 from tests.recipes.test_tokenizers import save_tokenizer
 from tests.tables import each
 
@@ -73,12 +74,11 @@ def test_nothing_to_evaluate_is_told_with_what_is_possible(tmp_path):
 
 
 def test_models_without_logits_are_refused(tmp_path):
-    data = torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=4)
-    file = train(Plain(), data, "int4", tmp_path / "plain.ckpt")
+    file = train(BoringModel(), tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match="--module package.module.Class"):
         load(file)
-    with pytest.raises(ValueError, match="holds a Plain, which gives no logits of a next token"):
-        load(file, module="tests.cli.evaluate.models.Plain")
+    with pytest.raises(ValueError, match="holds a BoringModel, which gives no logits of a next token"):
+        load(file, module=f"{BoringModel.__module__}.BoringModel")
     LlamaForSequenceClassification(LlamaConfig(**SIZES, vocab_size=256)).save_pretrained(tmp_path / "classes")
     with pytest.raises(ValueError, match="holds a LlamaForSequenceClassification, which gives no logits"):
         load(tmp_path / "classes")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from lightning_lowbit.cli.lab.inspect import command
 from lightning_lowbit.metrics import levels
 from lightning_lowbit.report.pictures import write_picture
-from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
+from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png
 from tests.tables import each
 
 
@@ -34,13 +34,10 @@ def test_the_picture_has_all_weights_and_how_often_levels_are_used():
         assert f"{candidate.label}: {candidate.cast.bits:.4g} bits, mean {total['sqnr']:.1f} dB" in chart.title
 
 
-def test_small_differences_look_small():
+def test_small_differences_look_small_and_exact_weights_are_drawn():
     assert command._limits([20.0, 20.2]) == pytest.approx((18.6, 21.6))
     assert command._limits([10.0, 20.0, math.inf, -math.inf, math.nan]) == (10.0, 20.0)
     assert command._limits([math.inf]) == pytest.approx((-1.5, 1.5))
-
-
-def test_exact_weights_are_drawn():
     study = inspection(["zero"], weight=torch.zeros)
     assert study.totals[0]["sqnr"] == math.inf
     write_picture(Path("a.png"), *study.picture("title"))
@@ -102,7 +99,6 @@ def test_what_is_no_checkpoint(name, content, line, capsys):
         (["--casts", "nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
         (["--casts", "4"], "a preset's name or a mapping of fields; got 4."),
         (["--casts", "bf16"], "bf16 leaves weights in high precision (no fprop_w)"),
-        (["--casts", "{element: int5000}"], "Unknown element format 'int5000'. Did you mean 'int5'?"),
         (["--casts", "{elment: int4}"], "Unknown field of Cast 'elment'. Did you mean 'element'?"),
         (["--casts", "{element: int4"], "--casts takes presets and fields of casts"),
         (["--casts", ""], "--casts takes presets and fields of casts"),
@@ -126,11 +122,3 @@ def test_without_matplotlib_there_is_the_table(capsys, monkeypatch):
     assert inspect("good.ckpt", "--casts", "nvfp4") == 2
     shown = capsys.readouterr()
     assert "The picture takes matplotlib: pip install 'matplotlib>=" in shown.err and "mean of 1" in shown.out
-
-
-def test_casts_may_be_repeated_and_change_a_preset(capsys):
-    torch.save({"up.weight": torch.randn(8, 32)}, "weights.pt")
-    changed = "{preset: nvfp4, every: {scale: {block: 8}}}"
-    assert inspect("weights.pt", "--casts", "nvfp4", "--casts", f"mxfp4, {changed}") == 0
-    casts = [cast for name, cast in table(capsys) if name == "up"]
-    assert casts == ["nvfp4", "mxfp4", "e2m1/e4m3:1x8+fp32"]

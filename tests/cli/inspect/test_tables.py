@@ -57,7 +57,6 @@ def test_weights_have_the_names_of_layers(capsys):
 
 
 def test_checkpoint_of_low_bit_training(capsys):
-    """A converted layer has plain weights, so a checkpoint of FP4 training is one like any other."""
     model = Model()
     trainer = quiet_trainer(FP4Precision("nvfp4"), max_steps=2)
     trainer.fit(model)
@@ -92,11 +91,13 @@ def test_the_last_row_is_a_mean_over_elements(capsys):
 
 
 def test_what_is_no_weight_is_passed_over_and_the_means_have_a_header_of_their_own(capsys):
-    """Beside a matrix: 0-d, objects of other kinds, keys that are no text."""
+    """Beside a matrix: 0-d, objects of other kinds, keys that are no text; stacks of matrices are named."""
     state = {"x.weight": torch.randn(16, 32), "x.bias": torch.tensor(1.0), "y.weight": torch.randn(2, 16)}
-    torch.save(state | {"y.bias": 3, 7: torch.ones(2, 2), None: 1, ("a", 1): {}}, "it.ckpt")
+    state |= {"y.bias": 3, 7: torch.ones(2, 2), None: 1, ("a", 1): {}, "0.weight": torch.ones(16, 3, 3, 3)}
+    torch.save(state, "it.ckpt")
     assert inspect("it.ckpt", "--casts", "nvfp4,mxfp4") == 0
-    *_, x, _, y, _, blank, header, first, second, _, picture = capsys.readouterr().out.splitlines()
+    left_out, *_, x, _, y, _, blank, header, first, second, _, picture = capsys.readouterr().out.splitlines()
+    assert left_out == "Left out, because they are no matrices: 0 (convolutions, stacks of experts)."
     assert (blank, header.split()[:2], picture.split()[0]) == ("", ["weight", "shape"], "Picture:")
     assert [line.split()[0] for line in (x, y, first, second)] == ["x", "y", "mean", "mean"]
     assert "mean of 2 " in first
@@ -143,7 +144,7 @@ def test_slices_make_no_difference(casts):
         assert command.measure(weight, candidate, 96 * 20).floats() == expected, candidate.label
 
 
-def test_casts_are_presets_or_fields():
+def test_casts_are_presets_or_fields(capsys):
     text = "nvfp4,{element: int4, scale: {format: fp32, block: 128}}, {element: e2m1, scale: {block: [16, 16]}}, nvfp4"
     found = command.parse_casts(text)
     assert {candidate.label: candidate.cast for candidate in found} == {
@@ -153,6 +154,11 @@ def test_casts_are_presets_or_fields():
     }
     (ufp4,) = command.parse_casts("ufp4")
     assert ufp4.hadamard == LinearCasts.preset("ufp4").hadamard["fprop"]
+    torch.save({"up.weight": torch.randn(8, 32)}, "weights.pt")
+    changed = "{preset: nvfp4, every: {scale: {block: 8}}}"
+    assert inspect("weights.pt", "--casts", "nvfp4", "--casts", f"mxfp4, {changed}") == 0
+    casts = [cast for name, cast in table(capsys) if name == "up"]
+    assert casts == ["nvfp4", "mxfp4", "e2m1/e4m3:1x8+fp32"], "they may be repeated and change a preset"
 
 
 def test_only_matches_as_the_plugin_does(capsys):
@@ -211,9 +217,3 @@ def test_weights_that_are_not_finite(capsys):
     torch.save({"bad": bad}, "a.pt")
     assert inspect("a.pt", "--casts", "mxfp4") == 2
     assert "Every weight holds a NaN or an infinity" in capsys.readouterr().err
-
-
-def test_weights_that_are_no_matrices_are_named(capsys):
-    torch.save(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(16, 16)).state_dict(), "it.pt")
-    assert inspect("it.pt", "--casts", "nvfp4") == 0
-    assert "Left out, because they are no matrices: 0 (convolutions, stacks of experts)." in capsys.readouterr().out

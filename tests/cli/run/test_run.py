@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -150,3 +151,29 @@ def test_last_is_searched_where_the_checkpoints_are():
         assert lowbit(*mine) == 0
         assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
         assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0
+
+
+# --- validate takes the casts of a checkpoint, whatever those of the configuration are ---
+
+LAST = Path("runs/tiny/version_0/checkpoints/last.ckpt")
+
+
+def validated(capsys, *recipes, option="--trainer.num_nodes=1"):
+    """The validation loss that the command prints."""
+    capsys.readouterr()
+    assert lowbit(f"--ckpt_path={LAST}", option, recipes=("quickstart", *recipes), command="validate") == 0
+    return float(re.findall(r"val_loss\s+│\s+([\d.]+)", capsys.readouterr().out)[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlay", ["ternary", "int2_qat", "nvfp4", "fp8"])
+def test_the_loss_is_that_of_the_training(overlay, capsys):
+    # One layer in another preset, and a phase that begins in mid-training: what no recipe below knows.
+    casts = "--trainer.plugins.init_args.overrides={'down_proj': mxfp4}"
+    assert lowbit(casts, recipes=("quickstart", overlay)) == 0
+    trained = scalars(LAST.parent.parent, "val_loss")[5]
+    for recipes in ((), ("bf16",), (overlay,)):
+        assert validated(capsys, *recipes) == pytest.approx(trained, abs=1e-6), recipes
+    if overlay == "ternary":
+        own = validated(capsys, option="--trainer.plugins.init_args.casts_of_checkpoint=false")
+        assert abs(own - trained) > 1e-4, "the casts of the recipe, on purpose"

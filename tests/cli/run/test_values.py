@@ -154,7 +154,7 @@ def test_every_class_with_a_short_name_is_known():
 
 
 def test_names_are_those_that_plugins_take():
-    assert table_keys(PRESETS) == list(nn.PRESETS)
+    assert table_keys(PRESETS) == list(nn.PRESETS) and table_keys(f"{PRESETS}_OF_NONE") == []
     for argument, (_, tables) in NAMES.items():
         plugin = FP8Precision if argument == "scaling" else partial(LowBitPrecision, "nvfp4-nvidia")
         plugin = LowBitPrecision if argument == "casts" else plugin
