@@ -2,17 +2,13 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler, cli
-from lightning_lowbit.recipes import preferences
+from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler
 from lightning_lowbit.recipes.preferences import PreferenceLM
-from tests.cli.run.commands import scalars
 from tests.lightning_imports import quiet_trainer
 from tests.recipes.recipe_names import Logged, parts, write_small
 from tests.tables import each
@@ -27,7 +23,7 @@ def batch(length=17, number=0, size=4):
 
 def model(beta=0.1, lr=1e-2, **kwargs):
     def optimizer(parameters):
-        return torch.optim.AdamW(parameters, lr=lr, eps=1e-12)
+        return torch.optim.AdamW(parameters, lr=lr, eps=1e-12, weight_decay=0)
 
     return PreferenceLM(beta, config=SIZE, seed=0, optimizer=optimizer, **kwargs)
 
@@ -57,7 +53,6 @@ def fit(module, data, *callbacks, **kwargs):
 
 @each("beta", [1e-6, 1e-4, 0.1, 100.0])
 def test_the_loss_begins_at_ln_2(beta):
-    """To the bit: the model and its reference are the same, and so is what they say."""
     logged = fit(model(beta), [batch()]).callback_metrics
     assert torch.equal(logged["loss"], torch.tensor(math.log(2)))
     assert (logged["margin"], logged["accuracy"]) == (0, 0)
@@ -97,24 +92,6 @@ def test_the_loss_is_the_formula(length):
     expected |= {"val_loss": loss(1.0), "val_accuracy": accuracy}
     # Differences of log-probabilities of about 5 in float32, whose spacing there is 5e-7; a handful of them.
     assert {name: found[name].item() for name in expected} == pytest.approx(expected, rel=1e-5, abs=5e-6)
-
-
-@pytest.mark.parametrize("length", [16, 17])
-def test_a_mirrored_answer_has_the_same_tokens(length, monkeypatch):
-    seen, original = [], preferences._log_probability
-
-    def spy(network, tokens, answer):
-        seen.append((tokens, answer))
-        return original(network, tokens, answer)
-
-    monkeypatch.setattr(preferences, "_log_probability", spy)
-    model()._margins(batch(length))
-    (tokens, answer), (again, _) = seen
-    assert torch.equal(tokens, again), "the reference is asked about other text"
-    preferred, other = tokens.chunk(2)
-    assert torch.equal(preferred, batch(length)) and answer == length // 2
-    assert torch.equal(preferred[:, :answer], other[:, :answer]), "the context differs"
-    assert torch.equal(preferred[:, answer:], other[:, answer:].flip(1))
 
 
 def test_validation_is_a_mean_over_pairs_with_a_smaller_last_batch():
@@ -196,36 +173,19 @@ def test_zero_gradients_are_those_of_the_model(share):
 # --- fp16 -------------------------------------------------------------------------------------------------------------
 
 
-class FirstLayer(Callback):
-    """The share of its weight that moves, by a tenth of the learning rate in each step, which is what Adam moves it by.
-
-    Weight decay, which also moves weights without gradients, is left out.
-    """
-
-    def on_train_start(self, run, module):
-        self.before = self._weight(module)
-
-    def on_train_end(self, run, module):
-        group = run.optimizers[0].param_groups[0]
-        least = 0.1 * group["lr"] * run.global_step
-        decayed = self.before * (1 - group["lr"] * group["weight_decay"]) ** run.global_step
-        self.share = ((self._weight(module) - decayed).abs() > least).float().mean().item()
-
-    @staticmethod
-    def _weight(module):
-        return module.model.model.layers[0].mlp.gate_proj.weight.detach().clone()
-
-
 def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
     """Without a scale none reaches a layer below the last; with it, those of tokens that are not in the text are 0."""
     zeros, moves = {}, {}
     scalers = {"1": StaticGradScaler(1, device="cpu"), "2^18": ConservativeGradScaler(preset="tiny-loss", device="cpu")}
     for name, scaler in scalers.items():
-        logged, layer = Logged(), FirstLayer()
+        logged, module = Logged(), model(1e-4, lr=1e-3)
+        weight = module.model.model.layers[0].mlp.gate_proj.weight
+        before = weight.detach().clone()
         plugin = LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaler, skip=["reference"])
-        fit(model(1e-4, lr=1e-3), [batch(33, size=8)], logged, layer, plugins=[plugin], max_epochs=3, max_steps=3)
+        fit(module, [batch(33, size=8)], logged, plugins=[plugin], max_epochs=3, max_steps=3)
         assert plugin.skipped_steps == 0
-        zeros[name], moves[name] = logged.steps[0]["zero_gradients"], layer.share
+        zeros[name] = logged.steps[0]["zero_gradients"]
+        moves[name] = ((weight - before).abs() > 0.1 * 3 * 1e-3).float().mean().item()  # a tenth of what Adam moves by
     assert zeros["1"] > 0.8 > 0.2 > zeros["2^18"], zeros
     assert moves["1"] == 0 and moves["2^18"] > 0.9, moves
 
@@ -247,37 +207,3 @@ def test_the_scalers_of_the_recipes(configs, scale):
         assert (type(parsed.model), parsed.model.beta) == (PreferenceLM, 1e-4)
         planned = plugin.plan(parsed.model)
         assert len(planned) == 7 and not any("reference" in name for name in planned)
-
-
-GROWS = """
-trainer:
-  plugins: {init_args: {scaler: {init_args: {growth_interval: 3}}}} # with 2000 it would not grow
-  callbacks: # for the sake of speed: those that a run needs in order to go on
-    - null
-    - {class_path: lightning_lowbit.LossScaleMonitor}
-    - {class_path: lightning_lowbit.ExactResume}
-    - {class_path: lightning_lowbit.GracefulInterrupt}
-"""
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_scale_and_reference():
-    """Its margins depend on the reference; the scale grows in the third step and in the sixth."""
-    write_small()
-    Path("grows.yaml").write_text(GROWS)
-
-    def fit(folder, *more):
-        configs = ["--config=dpo", "--config=small.yaml", "--config=grows.yaml", "--trainer.limit_val_batches=0"]
-        return cli.main(["fit", *configs, "--trainer.max_steps=6", f"--trainer.default_root_dir={folder}", *more])
-
-    assert fit("whole") == 0
-    callback = "{class_path: tests.recipes.test_recipes.Interrupt, init_args: {step: 3}}"
-    with pytest.raises(SystemExit):
-        fit("parts", f"--trainer.callbacks+={callback}")
-    assert fit("parts", "--ckpt_path=last") == 0
-    scales = scalars("whole/version_0", "loss_scale/scale")
-    assert list(scales.values()) == [2**18] * 2 + [1.5 * 2**18] * 3 + [2.25 * 2**18]
-    names = [f"loss_scale/{name}" for name in ("scale", "growth_tracker", "overflows", "skipped_steps")]
-    for tag in ("loss", "margin", "zero_gradients", *names):
-        whole = scalars("whole/version_0", tag)
-        assert scalars("parts/version_1", tag) == {step: whole[step] for step in (4, 5)}, tag

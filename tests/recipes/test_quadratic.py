@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -80,33 +81,9 @@ def test_figure_4():
     assert abs(correlation) < 4 / math.sqrt(STEPS), "each row has noise of its own"
     full, tenth = ({noise: losses[Curve("noise", noise, step)] for noise in NOISES} for step in (1, 0.1))
     assert full[2][10] > full[2][0] and full[2][-1] > 1e12  # does not descend
-    steps = 20
-    slower = torch.log(full[1][steps] / full[0.5][steps]).item()
-    assert slower == pytest.approx(steps * math.log(4), abs=4 * math.sqrt(2 * steps * 2 / DIMENSIONS))
     # With a tenth of the step, noise of k = 2 costs 1.6 % a step, all other hardly anything.
     for noise, most in ((2, 0.02), (1, 0.006), (0.5, 0.003)):
-        expected, deviation = factor(noise, 0.1)
-        cost = torch.log(tenth[noise][-1] / tenth[0][-1]).item() / STEPS
-        assert cost == pytest.approx(math.log(expected / 0.81), abs=4 * deviation / expected / math.sqrt(STEPS))
-        assert cost < most
-
-
-@pytest.mark.slow
-def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes():
-    shares = {0.5: 12 / 13, 1: 3 / 4, 2: 3 / 7}
-    losses = descend(noises=tuple(shares), steps=tuple(shares.values()))
-    mean = {(noise, step): factors(values).mean().item() for (_, noise, step), values in losses.items()}
-    for noise, share in shares.items():
-        assert 1 - mean[noise, share] == pytest.approx(share, abs=4 * factor(noise, share)[1] / math.sqrt(STEPS))
-        assert mean[noise, share] == min(mean[noise, step] for step in shares.values())
-
-
-@pytest.mark.slow
-@each("step", [1.0, 0.5, 0.1])
-def test_descent_stops_at_the_noise_that_a_step_bears(step):
-    limit = math.sqrt(3 * (2 / step - 1))
-    below, above = descend(noises=(0.9 * limit, 1.1 * limit), steps=(step,)).values()
-    assert below[-1] < 0.1 and above[-1] > 10
+        assert torch.log(tenth[noise][-1] / tenth[0][-1]).item() / STEPS < most
 
 
 # --- errors of constant size ------------------------------------------------------------------------------------------
@@ -154,23 +131,16 @@ def descend_in(cast, step, amax):
     return point
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_cast_whose_scales_follow_the_gradient_leaves_no_floor(rounding):
-    cast = Cast("e2m1", Scale("e4m3", block=16, two_level=True), rounding=rounding)
-    for step in (1, 0.1):
-        assert descend_in(cast, step, amax=None).square().sum() / 2 < 1e-12
-
-
-def test_of_casts_whose_scale_stays_rounding_to_nearest_halts_and_stochastic_rounding_obeys_the_step():
-    scale, amax = Scale("fp32", block="tensor"), torch.tensor(1.0)
+def test_scales_that_follow_the_gradient_leave_no_floor_and_others_halt_or_obey_the_step():
+    """Where the scale stays, rounding to nearest halts, and stochastic rounding obeys the step."""
+    follows, stays = Scale("e4m3", block=16, two_level=True), Scale("fp32", block="tensor")
     spacing = 0.5 / 6  # between E2M1's values around 0, where its 6 stands for 1
     loss = {}
-    for rounding in ("nearest", "stochastic"):
-        for step in (1, 0.1):
-            point = descend_in(Cast("e2m1", scale, rounding=rounding), step, amax)
-            loss[rounding, step] = point.square().sum().item() / 2
-            if rounding == "nearest":
-                assert point.abs().max() <= spacing / 2
+    for rounding, step in product(("nearest", "stochastic"), (1, 0.1)):
+        assert descend_in(Cast("e2m1", follows, rounding=rounding), step, amax=None).square().sum() / 2 < 1e-12
+        point = descend_in(Cast("e2m1", stays, rounding=rounding), step, torch.tensor(1.0))
+        loss[rounding, step] = point.square().sum().item() / 2
+        assert rounding == "stochastic" or point.abs().max() <= spacing / 2
     assert loss["nearest", 0.1] >= loss["nearest", 1] > 0.1
     assert loss["stochastic", 0.1] < loss["stochastic", 1] / 10
     assert loss["stochastic", 0.1] < loss["nearest", 0.1] / 10

@@ -39,7 +39,6 @@ CHANGES = {
     "stable_ternary": LinearCasts.of({"preset": "ternary", "fprop_w": {"scale": {"factor": 1.1547}}}),
 }
 
-
 # Optimizers that overlays put in the place of the recipe's Stable-SPAM.
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "bitnet", "stable_ternary", "dpo"), "AdamW"),
@@ -50,14 +49,12 @@ OPTIMIZERS = {
     "adam_mini_adaptive": "Adaptive of Adam_mini",
 }
 
-
 # Casts that overlays make of those of some layers.
 SOME_LAYERS = {
     "smooth_swiglu": (r"\.down_proj$", LinearCasts.preset("nvfp4").replace(smooth="channel")),
     "w3_bf16": (r"\.down_proj$", LinearCasts()),
     "edges_bf16": (r"\.layers\.[03]\.", LinearCasts()),
 }
-
 
 # What else some overlays need for it: rows are shorter than their groups, and Adam-mini is told the size of the model.
 GROUPS = "trainer: {plugins: {init_args: {group: 16}}}"
@@ -69,17 +66,13 @@ FITTING = {
     "adam_mini_adaptive": f"model: {{init_args: {{optimizer: {{init_args: {{base: {HEADS}}}}}}}}}",
 }
 
-
-def combinations():
-    """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    # These are no language models, or need weights: they have their own tests.
-    apart = ("quadratic", "digits", "series", "continual_qat", "lora", "control", "ant", "half_cheetah", "hopper")
-    yield from ((name, [name]) for name in RECIPES if name not in apart)
-    bases = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
-    yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS if not name.startswith(apart))
-
-
-COMBINATIONS = dict(combinations())
+# These are no language models, or need weights: they have their own tests.
+APART = ("quadratic", "digits", "series", "continual_qat", "lora", "control", "ant", "half_cheetah", "hopper")
+BASES = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
+# Configurations of each recipe alone and of each overlay on a recipe that it suits.
+COMBINATIONS = {name: [name] for name in RECIPES if name not in APART} | {
+    name: [*BASES.get(name, ["quickstart"]), name] for name in OVERLAYS if not name.startswith(APART)
+}
 ONE_DEVICE = [name for name in COMBINATIONS if name != "multi_node"]  # what a single process can train
 
 
@@ -213,12 +206,14 @@ OPTIONS = "--model.init_args.optimizer.init_args"
         ("adam_mini_adaptive", []),
         ("stable_spam", [f"{OPTIONS}.moments=fp8", f"{OPTIONS}.reset_interval=3"]),
         ("spam", [f"{OPTIONS}.density=0.25", f"{OPTIONS}.reset_interval=3"]),
+        ("dpo", ["--trainer.plugins.init_args.scaler.init_args.growth_interval=3"]),
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
+    """With moments, switches, the reference of DPO, and its scale, which grows in the third step and in the sixth."""
     write_small()
     Path("fitting.yaml").write_text(FITTING.get(name, "{}"))
-    configs = [f"--config={config}" for config in ("quickstart", name, "small.yaml", "fitting.yaml")]
+    configs = [f"--config={config}" for config in (*COMBINATIONS[name], "small.yaml", "fitting.yaml")]
 
     def fit(folder, *more):
         here = ["--trainer.max_steps=6", "--trainer.limit_val_batches=0", "--trainer.default_root_dir", folder]
@@ -229,9 +224,14 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
     with pytest.raises(SystemExit):
         fit("parts", f"--trainer.callbacks+={callback}")
     assert fit("parts", "--ckpt_path=last") == 0
-    whole, rest = scalars("whole/version_0", "loss"), scalars("parts/version_1", "loss")
-    assert sorted(whole) == list(range(6))
-    assert rest == {4: whole[4], 5: whole[5]}, "step 3 was finished, and then others followed"
+    scale = [f"loss_scale/{tag}" for tag in ("scale", "growth_tracker", "overflows", "skipped_steps")]
+    for tag in ("loss", *(["margin", "zero_gradients", *scale] if name == "dpo" else [])):
+        whole, rest = scalars("whole/version_0", tag), scalars("parts/version_1", tag)
+        assert sorted(whole) == list(range(6))
+        assert rest == {4: whole[4], 5: whole[5]}, f"{tag}: step 3 was finished, and then others followed"
+    if name == "dpo":
+        scales = scalars("whole/version_0", "loss_scale/scale")
+        assert list(scales.values()) == [2**18] * 2 + [1.5 * 2**18] * 3 + [2.25 * 2**18]
 
 
 @pytest.mark.slow

@@ -102,9 +102,6 @@ def test_anomalies_are_a_share_of_what_is_read_in_training(walk):
     again = read(anomaly_severity=5, seed=3).train_dataloader().dataset
     other = read(anomaly_severity=5, seed=4).train_dataloader().dataset
     assert torch.equal(again.inputs, after.inputs) and not torch.equal(other.inputs, after.inputs)
-
-
-def test_anomalies_are_as_large_as_their_severity():
     series = torch.tensor([[1.0, -30.0], [-2.0, 20.0]]).repeat(5000, 1)
     assert torch.equal(add_anomalies(series, 0.1, 0, seed=0), series)
     for severity in (2, 5):
@@ -115,8 +112,7 @@ def test_anomalies_are_as_large_as_their_severity():
             assert abs(chosen.mean()) < severity * largest * 0.1
 
 
-def test_columns_share_the_network():
-    """As PatchTST of several channels does."""
+def test_columns_share_the_network_and_the_last_value_is_the_forecast_to_beat():
     shape = {"num_hidden_layers": 1, "norm_type": "layernorm"}
     model = Forecaster(24, 4, shape, seed=0)
     sizes = {"num_input_channels": 3, "context_length": 24, "prediction_length": 4}
@@ -125,10 +121,6 @@ def test_columns_share_the_network():
     past = torch.randn(2, 24, 3, generator=torch.Generator().manual_seed(0))
     expected = channels(past_values=past).prediction_outputs
     torch.testing.assert_close(model(past), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_last_value_is_the_forecast_to_beat():
-    model = Forecaster(24, 4, {"num_hidden_layers": 1})
     model.log = lambda *_, **__: None
     batch = torch.zeros(2, 28, 1)
     batch[0, 23], batch[0, 24:] = 1, torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
@@ -226,7 +218,6 @@ def test_a_position_among_other_windows_is_refused(walk):
 
 
 def test_the_rows_of_anomalies():
-    """Each severity with each precision and each optimizer; all else is the same."""
     study, seen = read_study("anomalies"), {}
     for row in study.rows:
         plugin, model, data = row.config["trainer"].pop("plugins"), row.config["model"], row.config["data"]

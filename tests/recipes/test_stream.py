@@ -43,7 +43,6 @@ def take(loader, batches):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("shards", [(500, 1, 500), (11, 4)], ids=["once", "again and again"])
 def test_ranks_and_workers_share_the_stream(shards, ranks, num_workers):
-    """Three blocks hold their own sequences and no others, each as often as the stream has it."""
     texts = write_c4(shards)
     batches = 3 * BLOCK // (24 // ranks * ranks)
     seen = [take(open_loader(ranks, rank, 24 // ranks, num_workers), batches) for rank in range(ranks)]

@@ -59,7 +59,6 @@ def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
 
 
 def test_the_rows_of_fp8_scalings():
-    """FP8 by its scales over all steps of the quickstart, without a switch."""
     expected = {
         "bf16_400": ("LowBitPrecision", {"casts": "bf16"}),
         "fp8": ("FP8Precision", {"scaling": "delayed"}),
@@ -80,7 +79,6 @@ def test_the_rows_of_fp8_scalings():
 
 
 def test_the_rows_of_qat():
-    """Each precision with each optimizer at each learning rate, over the same steps, without a switch in between."""
     study = read_study("qat")
     seen = {}
     for row in study.rows:
@@ -174,14 +172,6 @@ def test_the_rows_of_rollback_differ_in_what_is_spoilt_and_who_watches():
     }
 
 
-def options_of(row):
-    """The name of a row's optimizer, and all options that it comes to have, defaults included."""
-    optimizer = row.config["model"]["init_args"]["optimizer"]
-    made = locate(optimizer["class_path"])([torch.nn.Parameter(torch.zeros(2, 2))], **optimizer["init_args"])
-    (group,) = made.param_groups
-    return type(made).__name__, {name: value for name, value in group.items() if name != "params"}
-
-
 def spikes_of(row):
     """Probability, factor, share and seed of each callback that makes spikes."""
     made = [GradientSpikes(**arguments) for arguments in callbacks_of(row, "GradientSpikes")]
@@ -189,8 +179,10 @@ def spikes_of(row):
 
 
 def check_optimizer(row, name, precision, lr=1e-3):
-    """What Adam, SPAM and Stable-SPAM are in all three studies; or a row of table 4.6."""
-    kind, options = options_of(row)
+    """What Adam, SPAM and Stable-SPAM are in all three studies, defaults included; or a row of table 4.6."""
+    optimizer = row.config["model"]["init_args"]["optimizer"]
+    made = locate(optimizer["class_path"])([torch.nn.Parameter(torch.zeros(2, 2))], **optimizer["init_args"])
+    (options,), kind = made.param_groups, type(made).__name__
     assert kind == {"adam": "AdamW", "spam": "SPAM"}.get(name, "StableSPAM"), row.name
     assert (options["lr"], list(options["betas"]), options["weight_decay"]) == (lr, [0.9, 0.999], 0), row.name
     if kind == "AdamW":
@@ -206,19 +198,33 @@ def check_optimizer(row, name, precision, lr=1e-3):
     assert (options["warmup_steps"], options["total_steps"], options["matrices_only"]) == (0, None, False), row.name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["spikes", "learning_rates", "ablation"])
-def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
+PLUGINS = {"bf16": {"casts": "bf16"}, "int4": {"weight_bits": 4, "activation_bits": 4, "group": 128}}
+PLUGINS["fp4"] = {"casts": "e1m2"}
+SPIKES = {"spikes": [(0.01, 1000, 1, None)], "elements": [(0.01, 1000, 0.01, None)]}
+SPIKED = ("adam", "adam+gradclip", "spam", "stable_spam")
+RATED = ("bf16_adam", "bf16_stable_spam", "int4_adam", "int4_spam", "int4_stable_spam")
+ROWS = {
+    "spikes": [
+        *(f"{precision}+{optimizer}" for precision in ("bf16", "int4") for optimizer in ("adam", "stable_spam")),
+        *(f"{precision}+{optimizer}+spikes" for precision in ("bf16", "int4") for optimizer in SPIKED),
+        *(f"int4+{optimizer}+elements" for optimizer in SPIKED),
+    ],
+    "learning_rates": [f"{name}@{rate}" for name in RATED for rate in ("5e-4", "1e-3", "2e-3", "5e-3", "1e-2")],
+    "ablation": [f"{precision}+{name}" for precision in ("fp4", "bf16") for name in ("adam", *RULES)],  # of table 4.6
+}
+
+
+@pytest.mark.fast("ablation")
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rows_of_a_study_of_optimizers_differ_in_what_they_say_alone(name):
     study = read_study(name)
-    plugins = {
-        "bf16": {"casts": "bf16"},
-        "int4": {"weight_bits": 4, "activation_bits": 4, "group": 128},
-        "fp4": {"casts": "e1m2"},
-    }
+    assert sorted(row.name for row in study.rows) == sorted(ROWS[name])
     for row in study.rows:
-        precision = re.match(r"[a-z\d]+", row.name)[0]
+        precision, optimizer = re.match(r"([a-z\d]+)[+_]([a-z_]+)", row.name).groups()
+        check_optimizer(row, optimizer, precision, float(row.name.partition("@")[2] or 1e-3))
+        assert spikes_of(row) == SPIKES.get(row.name.split("+")[-1], []), row.name
         trainer = row.config["trainer"]
-        assert trainer.pop("plugins")["init_args"] == {**plugins[precision], "skip": ["lm_head"]}, row.name
+        assert trainer.pop("plugins")["init_args"] == {**PLUGINS[precision], "skip": ["lm_head"]}, row.name
         del trainer["default_root_dir"], row.config["model"]["init_args"]["optimizer"]
         assert trainer.pop("gradient_clip_val", None) == (1.0 if "gradclip+" in row.name else None), row.name
         # One that says what holds anyway: a row in four bits has it, one in bf16 has not.
@@ -228,45 +234,6 @@ def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
         assert len(row.seeds) == 3
     assert study.baseline.startswith("bf16") and study.rows[0].config["trainer"]["max_steps"] == 250
     assert has_no_switch(study.rows[0])
-
-
-def test_the_rows_of_spikes():
-    study = read_study("spikes")
-    optimizers = ("adam", "adam+gradclip", "spam", "stable_spam")
-    assert {row.name for row in study.rows} == {
-        *(f"{precision}+{optimizer}" for precision in ("bf16", "int4") for optimizer in ("adam", "stable_spam")),
-        *(f"{precision}+{optimizer}+spikes" for precision in ("bf16", "int4") for optimizer in optimizers),
-        *(f"int4+{optimizer}+elements" for optimizer in optimizers),
-    }
-    spikes = {"spikes": [(0.01, 1000, 1, None)], "elements": [(0.01, 1000, 0.01, None)]}
-    for row in study.rows:
-        precision, optimizer, *others = row.name.split("+")
-        check_optimizer(row, optimizer, precision)
-        assert spikes_of(row) == spikes.get([optimizer, *others][-1], []), row.name
-        assert ("gradient_clip_val" in row.config["trainer"]) == ("gradclip" in others), row.name
-
-
-@pytest.mark.slow
-def test_the_rows_of_learning_rates():
-    study = read_study("learning_rates")
-    names = ("bf16_adam", "bf16_stable_spam", "int4_adam", "int4_spam", "int4_stable_spam")
-    rates = ("5e-4", "1e-3", "2e-3", "5e-3", "1e-2")
-    assert [row.name for row in study.rows] == [f"{name}@{rate}" for name in names for rate in rates]
-    for row in study.rows:
-        name, _, rate = row.name.partition("@")
-        precision, _, optimizer = name.partition("_")
-        check_optimizer(row, optimizer, precision, float(rate))
-        assert not spikes_of(row)
-
-
-def test_the_rows_of_ablation():
-    """Each of table 4.6 once in FP4 (E1M2) and once in bf16."""
-    study = read_study("ablation")
-    assert [row.name for row in study.rows] == [f"{p}+{name}" for p in ("fp4", "bf16") for name in ("adam", *RULES)]
-    for row in study.rows:
-        precision, _, optimizer = row.name.partition("+")
-        check_optimizer(row, optimizer, precision)
-        assert not spikes_of(row)
 
 
 @pytest.mark.slow

@@ -71,7 +71,6 @@ def test_training_computes_what_the_rollout_did_where_rows_are_quantized_alone()
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one():
-    """Its episodes end with each iteration; statistics and random numbers go on."""
     whole, parts = made(), made()
     trainer(casts="nvfp4", max_steps=12).fit(whole)
     first = trainer(casts="nvfp4", max_steps=8)
@@ -85,12 +84,11 @@ def test_a_resumed_run_repeats_the_uninterrupted_one():
 
 
 def test_episodes_that_outlast_an_iteration_go_on_in_the_next():
-    environments = Environments("Uneven-v0", 1)
-    places = [environments.observe(seed=0)[0, 0], *(environments.step(torch.zeros(1, 1).numpy()) for _ in range(2))]
-    assert environments.observe(seed=1)[0, 0] == places[-1].observations[0, 0] and not places[-1].ended[0]
-    assert environments.step(torch.zeros(1, 1).numpy()).ended[0]
-    again = Environments("Uneven-v0", 1)
-    assert environments.observe(seed=1)[0, 0] == again.observe(seed=1)[0, 0] != places[0], "the seed decides"
+    environments, again, still = Environments("Uneven-v0", 1), Environments("Uneven-v0", 1), torch.zeros(1, 1).numpy()
+    first, *steps = environments.observe(seed=0)[0, 0], environments.step(still), environments.step(still)
+    assert environments.observe(seed=1)[0, 0] == steps[-1].observations[0, 0] and not steps[-1].ended[0]
+    assert environments.step(still).ended[0]
+    assert environments.observe(seed=1)[0, 0] == again.observe(seed=1)[0, 0] != first, "the seed decides"
 
 
 def test_mistakes_are_errors_of_one_line(monkeypatch, capsys):

@@ -34,11 +34,11 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(path, ckpt_path=None, seed=0, num_workers=0, **trainer):
+def fit(path, ckpt_path=None, num_workers=0, data=None, **trainer):
     """A quiet run on the CPU."""
     model = Recorder()
-    data = TextDataModule(str(path), val_fraction=0.25, seed=seed, num_workers=num_workers, **SIZES)
-    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=data, ckpt_path=ckpt_path)
+    module = TextDataModule(str(path), **{"val_fraction": 0.25, "num_workers": num_workers, **SIZES, **(data or {})})
+    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=module, ckpt_path=ckpt_path)
     return model
 
 

@@ -4,9 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
-from lightning_lowbit.recipes.data import TextDataModule
-from tests.lightning_imports import quiet_trainer
-from tests.recipes.data.runs import Recorder
+from tests.recipes.data import runs
 
 LENGTH = 8
 C4 = "hf:./c4:en"
@@ -31,10 +29,5 @@ def write_c4(shards, validation=60, text="document {} of many", folder=Path("c4"
     return texts
 
 
-def fit(ckpt_path=None, num_workers=0, data=None, **trainer):
-    """A quiet run on the CPU."""
-    model = Recorder()
-    sizes = {"sequence_length": LENGTH, "batch_size": 100, "val_batches": 1}
-    module = TextDataModule(C4, **{**sizes, "num_workers": num_workers, **(data or {})})
-    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=module, ckpt_path=ckpt_path)
-    return model
+def fit(ckpt_path=None, data=None, **others):
+    return runs.fit(C4, ckpt_path, data={"batch_size": 100, "val_batches": 1, **(data or {})}, **others)

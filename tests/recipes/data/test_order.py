@@ -20,7 +20,7 @@ def test_order_depends_on_seed_and_epoch_only(folder):
     assert fit(folder, max_epochs=2, num_workers=2).seen == one
     first, second = one[: len(one) // 2], one[len(one) // 2 :]
     assert first != second
-    assert fit(folder, max_epochs=1, seed=1).seen != first
+    assert fit(folder, max_epochs=1, data={"seed": 1}).seen != first
 
 
 def test_reading_batches_leaves_the_global_generator_alone(folder):
@@ -61,7 +61,7 @@ def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(folder, tmp_path,
 def test_checkpoint_of_another_order_is_refused(folder, tmp_path):
     fit(folder, callbacks=[SaveAlways(tmp_path)], max_epochs=1)
     with pytest.raises(ValueError, match="another order of batches: seed was 0, is 1; resume with the same data"):
-        fit(folder, tmp_path / "step3.ckpt", seed=1, max_epochs=1)
+        fit(folder, tmp_path / "step3.ckpt", data={"seed": 1}, max_epochs=1)
     (folder / "new.txt").write_text("changed text")
     with pytest.raises(ValueError, match="another order of batches: text was"):
         fit(folder, tmp_path / "step3.ckpt", max_epochs=1)

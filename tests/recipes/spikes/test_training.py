@@ -123,7 +123,6 @@ def spoil(tokens=TOKENS, **arguments):
 
 @each("kind", ["noise", "shuffle"])
 def test_tokens_of_a_corrupt_batch(kind):
-    """Change places, or are drawn from all up to the largest."""
     clean, spoilt = spoil(steps=[100]), spoil(steps=[1, 4], kind=kind)
     for step, (before, after) in enumerate(zip(clean.batches, spoilt.batches, strict=True)):
         assert torch.equal(before, after) == (step not in (1, 4)), f"step {step}"
