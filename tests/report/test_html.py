@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_lowbit.report.formatting import number
 from lightning_lowbit.report.html import Chart, HeatMap, Section, Table, Text, render
 from tests.tables import each
 
@@ -263,11 +262,6 @@ def test_columns_of_numbers_are_aligned_and_those_of_sentences_folded():
     assert f'<td>Linear</td><td class="text">{why}</td>' in page
     assert page.count('class="text"') == 3, "the header and both rows"
     assert "table .text:not(th){white-space:normal" in page
-
-
-def test_numbers():
-    texts = [number(value) for value in (1234567, 1.23456, 12345.6, 1e-7, math.nan)]
-    assert texts == ["1,234,567", "1.235", "12,346", "1e-07", "not finite"]
 
 
 def pointed(chart):
