@@ -154,8 +154,9 @@ def test_shards_become_a_file_by_a_command(capsys, monkeypatch, tmp_path):
     shards = {"state_dict": {"weight": torch.ones(3)}, "optimizer_0": {"state": {}, "param_groups": [{"lr": 0.1}]}}
     save_distributed(shards, checkpoint_id="it.ckpt", no_dist=True)
     torch.save({"global_step": 7}, "it.ckpt/meta.pt")
-    assert cli.main(["consolidate", "it.ckpt"]) == 0
+    assert cli.main(["consolidate", "it.ckpt", "--output=named.ckpt"]) == cli.main(["consolidate", "it.ckpt"]) == 0
     whole = torch.load("it_whole.ckpt")
+    assert Path("named.ckpt").exists()
     assert whole["state_dict"]["weight"].tolist() == [1, 1, 1] and whole["global_step"] == 7
     assert whole["optimizer_states"] == [shards["optimizer_0"]]
     assert cli.main(["consolidate", "it_whole.ckpt"]) == 2

@@ -54,10 +54,11 @@ def test_plan_is_the_product():
 
 
 def test_each_recipe_has_one_report():
-    for callbacks in (None, "lightning_lowbit.callbacks.RunReport", {"class_path": "RunReport"}):
+    ours = {"class_path": "lightning_lowbit.RunReport"}
+    there = "lightning_lowbit.callbacks.RunReport", {"class_path": "RunReport"}
+    for callbacks, expected in ((None, [ours]), ("mine.Other", ["mine.Other", ours]), *zip(there, there, strict=True)):
         Path("plain.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
         (run,) = make(base=("plain.yaml",))
-        expected = callbacks or [{"class_path": "lightning_lowbit.RunReport"}]
         assert yaml.safe_load(run.recipe)["trainer"]["callbacks"] == expected
 
 

@@ -16,14 +16,14 @@ from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png
 from tests.tables import each
 
 
-def inspection(names, casts="nvfp4,mxfp4", weight=torch.randn):
+def inspection(names, casts=("nvfp4", "mxfp4"), weight=torch.randn):
     candidates = command.parse_casts(casts)
     errors = {name: [command.measure(weight(4, 32), candidate) for candidate in candidates] for name in names}
     return command.Inspection(candidates, dict.fromkeys(names, (4, 32)), errors)
 
 
 def test_the_picture_has_all_weights_and_how_often_levels_are_used():
-    study = inspection(["a", "b"], ",".join(WITH_WEIGHTS))
+    study = inspection(["a", "b"], WITH_WEIGHTS)
     heat, *charts = study.picture("a title")
     assert heat.caption == "a title" and [*heat.rows] == ["a", "b"] and [*heat.columns] == WITH_WEIGHTS
     assert heat.values == [[numbers["sqnr"] for numbers in study.numbers[name]] for name in heat.rows]

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lightning_lowbit import Cast, FP4Precision, Scale, convert
 from lightning_lowbit.cli.lab.inspect import command
+from lightning_lowbit.cli.lab.inspect.options import cast_items
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
@@ -128,31 +129,26 @@ SCALES = [Scale("fp32", "tensor"), Scale("fp32", "tensor", statistic="minmax"), 
 SCALES += [Scale("fp32", "row", statistic="absmean"), Scale("e4m3", (32, 16))]
 
 
-@each("casts", [",".join(WITH_WEIGHTS), *SCALES])
-def test_slices_make_no_difference(casts):
-    if isinstance(casts, Scale):
-        candidates = [command.Candidate("it", Cast("int4", casts))]
-    else:
-        candidates = command.parse_casts(casts)
-    for candidate in candidates:
-        weight = torch.randn(70, 96) * torch.randn(70, 1).exp()
-        whole = weight.bfloat16()
-        if candidate.hadamard is not None:
-            whole = rotate(whole, candidate.hadamard.diagonal(None, whole.device), 1)
-        expected = pytest.approx(cast_statistics(whole, candidate.cast, key=0).floats(), rel=1e-9)
-        assert command.measure(weight, candidate).floats() == expected, candidate.label
-        assert command.measure(weight, candidate, 96 * 20).floats() == expected, candidate.label
+@each("candidate", command.parse_casts(WITH_WEIGHTS) + [command.Candidate("it", Cast("int4", s)) for s in SCALES])
+def test_slices_make_no_difference(candidate):
+    weight = torch.randn(70, 96) * torch.randn(70, 1).exp()
+    whole = weight.bfloat16()
+    if candidate.hadamard is not None:
+        whole = rotate(whole, candidate.hadamard.diagonal(None, whole.device), 1)
+    expected = pytest.approx(cast_statistics(whole, candidate.cast, key=0).floats(), rel=1e-9)
+    assert command.measure(weight, candidate).floats() == expected
+    assert command.measure(weight, candidate, 96 * 20).floats() == expected
 
 
 def test_casts_are_presets_or_fields(capsys):
     text = "nvfp4,{element: int4, scale: {format: fp32, block: 128}}, {element: e2m1, scale: {block: [16, 16]}}, nvfp4"
-    found = command.parse_casts(text)
+    found = command.parse_casts(cast_items(text))
     assert {candidate.label: candidate.cast for candidate in found} == {
         "nvfp4": NVFP4,
         "int4/fp32:1x128": Cast("int4", Scale("fp32", 128)),
         "e2m1/e4m3:16x16": Cast("e2m1", Scale("e4m3", (16, 16))),
     }
-    (ufp4,) = command.parse_casts("ufp4")
+    (ufp4,) = command.parse_casts(["ufp4"])
     assert ufp4.hadamard == LinearCasts.preset("ufp4").hadamard["fprop"]
     torch.save({"up.weight": torch.randn(8, 32)}, "weights.pt")
     changed = "{preset: nvfp4, every: {scale: {block: 8}}}"
