@@ -40,7 +40,7 @@ def run(*command, **environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [LOWBIT, MODULE], ids=["lowbit", "python -m"])
 def test_no_command_runs_what_lies_in_the_current_folder(program, poisoned, tmp_path):
-    write_tiny(max_steps=1, accelerator="cpu")
+    write_tiny(max_steps=2, accelerator="cpu")
     recipe = "--config=quickstart --config=tiny.yaml"
     for command in (
         "ls",

@@ -146,6 +146,15 @@ def test_loss_is_float32_and_each_token_predicts_the_next():
     torch.testing.assert_close(model._loss(batch), expected)
 
 
+def test_gradient_checkpointing_changes_no_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        model = CausalLM(**TINY, gradient_checkpointing=checkpointing)
+        model._loss(batches(1)[0]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 def test_validation_is_a_mean_over_tokens_with_a_smaller_last_batch():
     model, data = CausalLM(**TINY), batches(3, last=1)
     (metrics,) = trainer().validate(model, DataLoader(data, batch_size=None), verbose=False)
