@@ -31,7 +31,7 @@ _EXAMPLES = {"int": 1, "float": 0.1, "bool": True}
 
 # Arguments of plugins that are names: what one is, and the tables of all, the usual ones first.
 PRESETS = "lightning_lowbit.nn.casts.presets.PRESETS"
-_DTYPES = [f"lightning_lowbit.precision.run_settings.{name}" for name in ("COMPUTE_DTYPES", "_SPELLINGS", "_INSTEAD")]
+_DTYPES = [f"lightning_lowbit.precision.run_settings.{name}" for name in ("_SPELLINGS", "_INSTEAD")]
 NAMES = {
     "casts": ("preset", [PRESETS]),
     "attention": ("preset", [PRESETS]),
@@ -154,10 +154,7 @@ def _arguments_of_option(option: str, text: str | None, classes: dict[str, str])
         value = text if i + 1 == len(parts) else _UNKNOWN
         yield _Argument(path, place, ".".join(option.split(".")[: i + 2]), "", value)
         place = f"{place}.{part}" if path is None else f"{place}.init_args.{part}"
-    try:
-        value = None if text is None else yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
+    value = _read(text)
     key = parts[-1] if parts else ""
     yield from _arguments_in(place, {key: value} if key in ("class_path", "init_args") else value, classes, "")
 

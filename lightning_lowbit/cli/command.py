@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, needs, recipes
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
-from lightning_lowbit.cli.options import Parser, check_run
+from lightning_lowbit.cli.options import Parser, check_run, existing, output_file
 from lightning_lowbit.packages import install_extra, is_installed
 
 _USAGE = """\
@@ -67,7 +67,6 @@ _ROOMS = {
     "compare": ("lab.compare", "matplotlib", "scipy"),
     "inspect": ("lab.inspect", "safetensors"),
     "export": ("export",),
-    "consolidate": ("consolidate",),
     "evaluate": ("evaluate",),
     "estimate": ("lab.estimate",),
 }
@@ -100,7 +99,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"lightning_lowbit {metadata.version('lightning_lowbit')}")
         return 0
     name, *rest = arguments
-    commands: dict[str, Callable[[Sequence[str]], None]] = {"ls": _list, "cp": _copy}
+    commands: dict[str, Callable[[Sequence[str]], None]] = {"ls": _list, "cp": _copy, "consolidate": _consolidate}
     if name in commands:
         commands[name](rest)
         return 0
@@ -190,3 +189,17 @@ def _copy(arguments: Sequence[str]) -> None:
     target.write_text(config.read_text())
     use = "compare --study" if kind(config) == STUDY else "fit --config"
     print(f"Copied to {target}, for `lowbit {use} {target}`")
+
+
+def _consolidate(arguments: Sequence[str]) -> None:
+    """Makes one file of a checkpoint in shards, a folder that FSDP strategies write. All others load it. A folder may
+    hold objects that run code: take those alone whose writer you trust."""
+    example = "runs/quickstart/version_0/checkpoints/last.ckpt"
+    parser = Parser("lowbit consolidate", example, description=_consolidate.__doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="a checkpoint in shards")
+    parser.add_argument("--output", metavar="FILE.ckpt", help="<folder>_whole.ckpt in the current folder by default")
+    options = parser.parse_args(arguments)
+    folder = existing(options.folder, "a checkpoint in shards, which is a folder")
+    output = output_file(options.output, options.folder, "_whole.ckpt", "checkpoint, such as whole.ckpt")
+    import_module("lightning_lowbit.precision.checkpoints.files").consolidate(folder, output)
+    print(f"Written to {output}")

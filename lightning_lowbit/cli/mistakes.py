@@ -36,19 +36,17 @@ def explain(error: BaseException) -> str:
 
 # By the number of the system's error.
 _REMEDIES = {
-    errno.EACCES: "Give another path, or change the permissions there.",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Give another path, or change the permissions there."),
+    **dict.fromkeys((errno.EDQUOT, errno.ENOSPC), "Make room there, or give a path on another disk."),
     errno.EBUSY: "It is in use: give another path.",
-    errno.EDQUOT: "Make room there, or give a path on another disk.",
     errno.EEXIST: "Give another path, or remove what is there.",
     errno.EISDIR: "It is a folder: give a file.",
     errno.ELOOP: "Its links lead in a circle: give another path.",
     errno.EMFILE: "Allow more open files: ulimit -n 4096.",
     errno.ENAMETOOLONG: "Give a shorter name.",
     errno.ENOENT: "Give a path that exists.",
-    errno.ENOSPC: "Make room there, or give a path on another disk.",
     errno.ENOTDIR: "A part of the path is a file and no folder: give another path.",
     errno.ENOTEMPTY: "Give another path, or empty the folder.",
-    errno.EPERM: "Give another path, or change the permissions there.",
     errno.EROFS: "Nothing can be written there: give another path.",
 }
 

@@ -34,12 +34,12 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
     "fp32": ("32-true", torch.float32),
 }
 
-# Names of Lightning and, without "torch.", of torch.
-_SPELLINGS = {"auto": "auto", "half": "fp16", "float": "fp32"} | {
-    spelling: name
-    for name, (precision, dtype) in COMPUTE_DTYPES.items()
-    for spelling in (name, precision, precision.partition("-")[0], str(dtype).removeprefix("torch."))
-}
+# Names of Lightning and, without "torch.", of torch. The command reads them in this source.
+_SPELLINGS = {
+    "auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
+    "bf16-mixed": "bf16", "16-mixed": "fp16", "32-true": "fp32", "16": "fp16", "32": "fp32",
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
+}  # fmt: skip
 _16_TRUE = (
     "'{0}-true' makes parameters 16 bits wide, and the plugin leaves them as they are. Give {1!r} for the computation; "
     "for parameters of that width, convert the model before training, as with model.bfloat16()."

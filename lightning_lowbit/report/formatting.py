@@ -11,8 +11,8 @@ def number(value: float) -> str:
     """Formats a number with four digits, or an integer with all of them.
 
     Examples:
-        >>> number(1234567), number(1.23456), number(math.nan)
-        ('1,234,567', '1.235', 'not finite')
+        >>> number(1234567), number(1.23456), number(12345.6), number(1e-7), number(math.nan)
+        ('1,234,567', '1.235', '12,346', '1e-07', 'not finite')
     """
     if isinstance(value, int):
         return f"{value:,}"

@@ -95,9 +95,10 @@ _WORDS = {"nan": "not a number", "inf": "infinite", "-inf": "minus infinite"}
 
 
 def _heat_map(block: HeatMap) -> str:
-    if not -math.inf < (low := block.low) < (high := block.high) < math.inf:
+    low, high = block.low, block.high
+    if not -math.inf < low < high < math.inf:
         raise ValueError(f"The color scale of a HeatMap needs finite low < high; got {low=}, {high=}.")
-    decimals = max(0, 2 - math.floor(math.log10(block.high - block.low)))  # a few hundred distinct values on the scale
+    decimals = max(0, 2 - math.floor(math.log10(high - low)))  # a few hundred distinct values on the scale
 
     def show(value: float) -> str:
         text = f"{round(value, decimals) + 0.0:.{decimals}f}"  # no -0.0
@@ -108,7 +109,7 @@ def _heat_map(block: HeatMap) -> str:
             return "<td></td>"
         if not math.isfinite(value):
             return f'<td class="words">{_WORDS[str(float(value))]}</td>'
-        share = min(max((value - block.low) / (block.high - block.low), 0.0), 1.0)
+        share = min(max((value - low) / (high - low), 0.0), 1.0)
         step = min(int((share if block.small_is_good else 1 - share) * _HEAT_COLORS), _HEAT_COLORS - 1)
         return f'<td class="h{step}">{show(value)}</td>'
 

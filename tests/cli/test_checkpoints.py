@@ -18,7 +18,7 @@ from lightning_lowbit import atomic_files, cli
 from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
 from lightning_lowbit.precision.checkpoints.files import load_shards
 from tests.callbacks.recovery.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
-from tests.cli.run.commands import write_tiny
+from tests.cli.run.commands import lowbit, write_tiny
 from tests.launch import LIMIT
 
 TRAINER = Namespace(callbacks=None, logger=None, default_root_dir="runs")
@@ -34,26 +34,19 @@ def last(which="last", trains=True):
 
 
 def test_last_is_that_of_the_last_run_and_the_highest_step_whatever_the_times_say():
-    for run, name, step in ((0, "last.ckpt", 9), (1, "step=4.ckpt", 4), (1, "last.ckpt", 6)):
+    for run, name, step in ((1, "last.ckpt", 6), (1, "step=4.ckpt", 4), (0, "last.ckpt", 9)):
         save_file(place(run, name), step)
-    for path in (place(1, "last.ckpt"), place(1, "step=4.ckpt"), place(0, "last.ckpt")):
-        os.utime(path)
     assert last() == place(1, "last.ckpt")
 
 
-def test_a_crash_between_two_renames_loses_nothing():
-    save_directory(place(0, f"last.ckpt.{LEFT}.previous"), 6)
+def test_a_crash_between_two_renames_loses_nothing_and_a_resume_removes_what_others_left():
+    save_directory(previous := place(0, f"last.ckpt.{LEFT}.previous"), 6)
     save_directory(place(0, "step=3.ckpt"), 3)
-    assert last(trains=False) == place(0, f"last.ckpt.{LEFT}.previous"), "who only reads changes nothing"
-    assert last() == place(0, "last.ckpt")
-
-
-def test_a_resume_removes_what_crashes_left_in_folders_of_earlier_runs():
-    save_file(place(0, "last.ckpt"))
-    for run, name in ((0, f"last.ckpt.{LEFT}.partial"), (1, f"step=4.ckpt.{LEFT}.partial")):
-        place(run, name).parent.mkdir(parents=True, exist_ok=True)
-        place(run, name).touch()
-    assert last(trains=False) == place(0, "last.ckpt") and len(list(Path("runs").rglob("*.partial"))) == 2
+    for path in (place(0, f"step=9.ckpt.{LEFT}.partial"), place(1, f"step=4.ckpt.{LEFT}.partial")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert last(trains=False) == previous, "who only reads changes nothing"
+    assert len(list(Path("runs").rglob("*.partial"))) == 2
     assert last() == place(0, "last.ckpt") and not list(Path("runs").rglob("*.partial"))
 
 
@@ -81,14 +74,13 @@ def test_where_none_is_whole_last_and_last_good_say_so():
 
 
 def test_a_path_is_looked_at_too_unless_it_is_in_the_format_of_others():
-    with pytest.raises(
-        ValueError, match="mine.ckpt is damaged: it is empty. Give another one, or --ckpt_path last-good"
+    for content, message in (
+        ("", "mine.ckpt is damaged: it is empty. Give another one, or --ckpt_path last-good"),
+        ("a text", "mine.ckpt is a text, and no checkpoint. Give the path of one"),
     ):
-        Path("mine.ckpt").touch()
-        resolve("mine.ckpt", TRAINER, trains=True)
-    Path("mine.ckpt").write_text("a text")
-    with pytest.raises(ValueError, match="mine.ckpt is a text, and no checkpoint. Give the path of one"):
-        resolve("mine.ckpt", TRAINER, trains=True)
+        Path("mine.ckpt").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            resolve("mine.ckpt", TRAINER, trains=True)
     Path("mine.ckpt").write_bytes(b"of a plugin\0")
     for path in ("mine.ckpt", "registry:name", "best", "hpc", None):
         assert resolve(path, TRAINER, trains=True) == path
@@ -96,57 +88,41 @@ def test_a_path_is_looked_at_too_unless_it_is_in_the_format_of_others():
 
 def test_what_vanishes_during_the_search_is_left_out(monkeypatch):
     save_file(place(0, "last.ckpt"))
-    monkeypatch.setattr(
-        "lightning_lowbit.callbacks.recovery.whole_checkpoints.named",
-        lambda *_: {place(0, "last.ckpt"), place(0, "step=1.ckpt")},
-    )
+    names = {place(0, "last.ckpt"), place(0, "step=1.ckpt")}
+    monkeypatch.setattr("lightning_lowbit.callbacks.recovery.whole_checkpoints.named", lambda *_: names)
     assert find_checkpoints(Path("runs")) == [place(0, "last.ckpt")]
-
-
-# --- the command ---
-
-
-@pytest.fixture
-def _text():
-    write_tiny()
 
 
 OFTEN = "--trainer.callbacks.init_args.every_n_train_steps=2"
 
 
-def lowbit(*arguments):
-    return cli.main(["fit", "--config=quickstart", "--config=tiny.yaml", OFTEN, *arguments])
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_text")
 def test_the_command_says_one_line_of_a_damaged_checkpoint_and_goes_on_from_a_whole_one(capsys):
-    assert lowbit("--trainer.max_steps=4", "--trainer.callbacks.init_args.save_top_k=-1") == 0
+    write_tiny(default_root_dir="runs/tiny")
+    assert lowbit(OFTEN, "--trainer.max_steps=4", "--trainer.callbacks.init_args.save_top_k=-1") == 0
     folder = Path("runs/tiny/version_0/checkpoints")
     cut(folder / "last.ckpt")
     cut(folder / "step=4.ckpt")
     (folder / f"step=6.ckpt.{LEFT}.partial").touch()
     capsys.readouterr()
-    assert lowbit("--ckpt_path=last") == 2
+    assert lowbit(OFTEN, "--ckpt_path=last") == 2
     told = capsys.readouterr().err.strip().splitlines()
     assert told[-1].startswith("lowbit: error: The checkpoint ") and "Traceback" not in "".join(told)
     assert "(step 2): take it with --ckpt_path last-good." in told[-1]
-    assert lowbit("--ckpt_path=last-good") == 0
+    assert lowbit(OFTEN, "--ckpt_path=last-good") == 0
     assert f"Resuming from {folder / 'step=2.ckpt'}" in capsys.readouterr().out
     assert torch.load("runs/tiny/version_1/checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
     assert not list(Path("runs").rglob("*.partial"))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_text")
 def test_sigterm_ends_the_installed_command_with_143_within_the_time_of_docker_stop():
     """`timeout` hands a SIGTERM on, to the command and then to its group: it comes twice."""
+    write_tiny(default_root_dir="runs/tiny", max_steps=4000)
     script = Path(sys.executable).with_name("lowbit")
     command = ["timeout", "-s", "TERM", "600", script, "fit", "--config=quickstart", "--config=tiny.yaml", OFTEN]
     with open("log.txt", "w") as log:
-        process = subprocess.Popen(
-            [*command, "--trainer.max_steps=4000"], stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     checkpoint, end = Path("runs/tiny/version_0/checkpoints/last.ckpt"), time.monotonic() + LIMIT
     while not checkpoint.exists():
         assert process.poll() is None and time.monotonic() < end, Path("log.txt").read_text()[-3000:]
@@ -165,11 +141,10 @@ class Terminate(Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.usefixtures("_text")
 def test_sigterm_outside_of_training_ends_with_143_too():
-    terminate = "--trainer.callbacks+={class_path: tests.cli.test_checkpoints.Terminate}"
+    write_tiny()
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["validate", "--config=quickstart", "--config=tiny.yaml", terminate])
+        lowbit("--trainer.callbacks+=tests.cli.test_checkpoints.Terminate", command="validate")
     assert stopped.value.code == 143
 
 
@@ -179,8 +154,9 @@ def test_shards_become_a_file_by_a_command(capsys, monkeypatch, tmp_path):
     shards = {"state_dict": {"weight": torch.ones(3)}, "optimizer_0": {"state": {}, "param_groups": [{"lr": 0.1}]}}
     save_distributed(shards, checkpoint_id="it.ckpt", no_dist=True)
     torch.save({"global_step": 7}, "it.ckpt/meta.pt")
-    assert cli.main(["consolidate", "it.ckpt"]) == 0
+    assert cli.main(["consolidate", "it.ckpt", "--output=named.ckpt"]) == cli.main(["consolidate", "it.ckpt"]) == 0
     whole = torch.load("it_whole.ckpt")
+    assert Path("named.ckpt").exists()
     assert whole["state_dict"]["weight"].tolist() == [1, 1, 1] and whole["global_step"] == 7
     assert whole["optimizer_states"] == [shards["optimizer_0"]]
     assert cli.main(["consolidate", "it_whole.ckpt"]) == 2

@@ -1,10 +1,9 @@
-"""``lowbit ls`` and ``lowbit cp``, here and from a wheel in an empty environment."""
+"""``lowbit ls`` and ``lowbit cp``, here and from a wheel, and what the command answers at once."""
 
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from inspect import signature
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lightning_lowbit.cli.command import TRAINER_COMMANDS
 from lightning_lowbit.cli.configs import kind, recipes
 from lightning_lowbit.cli.run import LowBitCLI, check
 from lightning_lowbit.packages import is_installed
+from tests.cli.run.commands import write_tiny
 from tests.tables import each
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,26 +36,19 @@ def test_cp(capsys):
     assert cli.main(["cp", "quickstart", "new/mine.yaml"]) == 0
     assert Path("new/mine.yaml").read_text() == recipes()["quickstart"].read_text()
     assert cli.main(["cp", "bf16"]) == 0
-    assert Path("bf16.yaml").exists()
-    assert cli.main(["cp", "scale_formats"]) == 0
-    assert "lowbit compare --study scale_formats.yaml" in capsys.readouterr().out
-    assert cli.main(["cp", "bf16", "folder/"]) == 0
-    assert Path("folder/bf16.yaml").exists()
     Path("bf16.yaml").write_text("mine")
     assert cli.main(["cp", "bf16", "."]) == 2
     assert "bf16.yaml exists already" in capsys.readouterr().err
     assert Path("bf16.yaml").read_text() == "mine"
+    assert cli.main(["cp", "scale_formats", "folder/"]) == 0
+    assert "lowbit compare --study folder/scale_formats.yaml" in capsys.readouterr().out
+    assert Path("folder/scale_formats.yaml").exists()
 
 
 def test_nothing_imports_the_laboratory_but_its_own_commands():
     for path in (ROOT / "lightning_lowbit").rglob("*.py"):
         is_of_lab = path.is_relative_to(ROOT / "lightning_lowbit" / "cli" / "lab")
         assert is_of_lab or "lightning_lowbit.cli.lab" not in path.read_text(), f"{path} imports from cli/lab"
-
-
-def test_version(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"lightning_lowbit {__version__}\n"
 
 
 @each(
@@ -69,15 +62,11 @@ def test_version(capsys):
         (["inspect"], "lowbit inspect needs CHECKPOINT (a Lightning .ckpt) and --casts (presets)."),
         (["inspect", "x", "--cast", "nvfp4"], "There is no option --cast. Did you mean '--casts'?"),
         (["inspect", "x", "--casts"], "--casts takes a value, and none follows it."),
-        (
-            ["export"],
-            "lowbit export needs CHECKPOINT (a .ckpt of a run with a plugin of lightning_lowbit).",
-        ),
+        (["export"], "lowbit export needs CHECKPOINT (a .ckpt of a run with a plugin of lightning_lowbit)."),
         (["export", "x", "--format=int44"], "--format has no 'int44'. Did you mean 'int4'? Choose one of: nvfp4-w4a16"),
         (["export", "x", "--shape=a"], "--shape takes sizes such as 2,3,32,32; got 'a'."),
         (["evaluate", "x"], "lowbit evaluate needs --tasks (names). For example: lowbit evaluate runs/"),
         (["evaluate", "x", "--tasks=a", "--limit=q"], "--limit takes a number; got 'q'."),
-        (["evaluate", "x", "--tasks=a", "--num_fewshot=-1"], "--num_fewshot is a number of examples, 0 or more"),
         (["evaluate", "x", "--tasks=a", "--max_length=0"], "--max_length is a number of tokens, 1 or more; got 0."),
         (["compare", "--config=quickstart", "--seeds=x"], "--seeds takes whole numbers such as 0,1,2; got 'x'."),
         (["compare"], "--config names the recipe to run, or --study a study"),
@@ -88,13 +77,16 @@ def test_mistakes(arguments, line, capsys):
     assert line in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_help(capsys):
+def test_help_and_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lightning_lowbit {__version__}\n"
     assert cli.main(["--help"]) == 0
     assert cli.main([]) == 2
     shown = capsys.readouterr().out
     assert shown.count("To begin: lowbit fit --config quickstart") == 2
-    commands = ("ls", "cp", "fit", "validate", "test, predict", "compare", "estimate")
+    commands = ("ls", "cp", "fit", "validate", "test, predict", "compare", "estimate", "inspect CHECKPOINT --casts A,B")
     assert all(f"\n  {command}" in shown for command in commands)
+    assert set(TRAINER_COMMANDS) == set(LowBitCLI.subcommands())
 
 
 def test_lists_help_and_mistakes_do_not_wait_for_torch():
@@ -111,6 +103,7 @@ def test_lists_help_and_mistakes_do_not_wait_for_torch():
             "fit --config quickstart --trainer.max_epochs two", "fit --config quickstart --data.batch_size big",
             "compare --config quickstart --model.optimizer.lr high", "fit --config quickstart --model.scheduler Nope",
             "fit --config quickstart --trainer.plugins.casts nvfp5", "inspect", "export", "evaluate", "cp", "estimate",
+            "fit --config quickstart --trainer.plugins.compute_dtype x",
             "export nowhere.ckpt", "export nowhere.ckpt --format int44", "evaluate nowhere.ckpt --tasks one",
             *(f"{name} --help" for name in ("fit", "compare", "inspect", "export", "evaluate", "estimate")),
         ):
@@ -127,29 +120,21 @@ def test_lists_help_and_mistakes_do_not_wait_for_torch():
 def test_help_on_training_is_short_and_begins_with_recipes(capsys):
     for command in TRAINER_COMMANDS:
         assert cli.main([command, "--config", "quickstart", "--help"]) == 0
-        shown = capsys.readouterr().out.splitlines()
-        assert len(shown) < 40, "it does not fit a screen"
-        assert shown[:3] == [
-            f"usage: lowbit {command} --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...]",
-            "",
-            "Recipes:",
-        ]
+        text = capsys.readouterr().out
+        usage, _, title, *shown = text.splitlines()
+        assert len(shown) < 37, "it does not fit a screen"
+        assert usage == f"usage: lowbit {command} --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...]"
         names = [name for name, path in recipes().items() if not kind(path)]
-        assert [line.split()[0] for line in shown[3 : 3 + len(names)]] == names
-        assert any("--trainer.max_steps" in line for line in shown)
-        assert any(f"`lowbit {command} --help all` shows all arguments" in line for line in shown)
+        assert (title, [line.split()[0] for line in shown[: len(names)]]) == ("Recipes:", names)
+        assert f"`lowbit {command} --help all` shows all arguments" in text
+    options = [line.split() for line in shown if line.startswith("  --")]
+    examples = {option: "quickstart" if option == "--config" else value for option, value, *_ in options}
+    assert len(examples) == 11
+    check(["fit", *(f"{option}={value}" for option, value in examples.items())])
     with pytest.raises(SystemExit) as ended:
         cli.main(["fit", "--help", "all"])
     assert ended.value.code == 0
     assert "--trainer.gradient_clip_val" in capsys.readouterr().out
-
-
-def test_what_the_short_help_names_is_taken(capsys):
-    assert cli.main(["fit", "--help"]) == 0
-    shown = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
-    examples = {option: "quickstart" if option == "--config" else value for option, value, *_ in shown}
-    assert len(examples) == 11
-    check(["fit", *(f"{option}={value}" for option, value in examples.items())])
 
 
 @each(
@@ -177,12 +162,10 @@ def test_options_of_the_trainer_are_those_of_the_installed_one():
 
 
 def test_a_key_of_a_recipe_that_no_trainer_takes_is_named_with_its_file(capsys):
-    recipe = recipes()["quickstart"].read_text().replace("  max_steps:", "  max_step:")
-    Path("mine.yaml").write_text(recipe)
+    Path("mine.yaml").write_text(recipes()["quickstart"].read_text().replace("  max_steps:", "  max_step:"))
     assert cli.main(["fit", "--config", "mine.yaml"]) == 2
-    assert "There is no option --trainer.max_step in mine.yaml. Did you mean 'trainer.max_steps'?" in (
-        capsys.readouterr().err
-    )
+    line = "There is no option --trainer.max_step in mine.yaml. Did you mean 'trainer.max_steps'?"
+    assert line in capsys.readouterr().err
 
 
 def test_packages_that_a_recipe_needs_are_marked_and_missing_ones_refused_at_once(capsys):
@@ -199,49 +182,27 @@ def test_packages_that_a_recipe_needs_are_marked_and_missing_ones_refused_at_onc
     options.check_run("fit", ["--config", "mine.yaml", "--data.init_args.path", "images"])
 
 
-@pytest.mark.parametrize(
-    ("precision", "remedy"),
+@each(
+    "command, line",
     [
-        ("nvfp4", "give --config nvfp4 after the recipe"),
-        ("bf16-mixed", "leave it out: the plugin's compute_dtype"),
+        ("fit", "Give a recipe, e.g. `lowbit fit --config quickstart`: nothing names a model. `lowbit ls` lists"),
+        ("validate --ckpt_path=last", "Give a recipe, e.g. `lowbit validate --config quickstart`: nothing names"),
+        (
+            "fit --config=nvfp4 -c adamw",
+            "lowbit fit --config quickstart --config nvfp4 --config adamw`: nvfp4 and adam",
+        ),
+        ("estimate", "Give a recipe, e.g. `lowbit estimate --config quickstart`: nothing names a model."),
+        ("estimate --config bf16", "`lowbit estimate --config quickstart --config bf16`: bf16 changes one, on top of"),
+        ("compare --config bf16", "`lowbit compare --config quickstart --config bf16`: bf16 changes"),
+        ("fit --config mxfp", "mean 'mxfp4' or 'mxfp4_rht' or 'mxfp6' or 'mxfp8'? `lowbit ls` lists them."),
+        ("fit --config quickstart --trainer.precision nvfp4", "give --config nvfp4 after the recipe"),
+        ("fit --config quickstart --trainer.precision bf16-mixed", "leave it out: the plugin's compute_dtype"),
     ],
 )
-def test_precisions_of_lightning_beside_a_plugin_are_answered_in_one_line(precision, remedy, capsys):
-    assert cli.main(["fit", "--config", "quickstart", "--trainer.precision", precision]) == 2
-    assert remedy in capsys.readouterr().err
-
-
-def test_every_command_of_lightning_is_known():
-    assert set(TRAINER_COMMANDS) == set(LowBitCLI.subcommands())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["fit"], "Give a recipe, e.g. `lowbit fit --config quickstart`: nothing names a model. `lowbit ls` lists"),
-        (["validate", "--ckpt_path=last"], "Give a recipe, e.g. `lowbit validate --config quickstart`: nothing names"),
-        (
-            ["fit", "--config=nvfp4", "-c", "adamw"],
-            "e.g. `lowbit fit --config quickstart --config nvfp4 --config adamw`: nvfp4 and adamw "
-            "change one, on top of it. `lowbit ls` lists recipes.",
-        ),
-        (["estimate"], "Give a recipe, e.g. `lowbit estimate --config quickstart`: nothing names a model."),
-        (["estimate", "--config", "bf16"], "`lowbit estimate --config quickstart --config bf16`: bf16 changes"),
-        (["compare", "--config", "bf16"], "`lowbit compare --config quickstart --config bf16`: bf16 changes"),
-    ],
-)  # fmt: skip
-def test_without_a_recipe_it_says_how_to_begin(arguments, line, capsys):
-    assert cli.main(arguments) == 2
-    shown = capsys.readouterr().err.strip().splitlines()
-    assert line in shown[-1]
+def test_recipes_that_are_missing_or_contradicted(command, line, capsys):
+    assert cli.main(command.split()) == 2
+    assert line in capsys.readouterr().err.strip().splitlines()[-1]
     assert not list(Path().iterdir())
-
-
-def test_an_unknown_recipe_names_a_few_that_are_near(capsys):
-    assert cli.main(["fit", "--config", "mxfp"]) == 2
-    shown = capsys.readouterr().err
-    assert "Did you mean 'mxfp4' or 'mxfp4_rht' or 'mxfp6' or 'mxfp8'? `lowbit ls` lists them." in shown
-    assert "scale_formats" not in shown
 
 
 def test_a_reader_that_has_gone_is_no_error():
@@ -253,54 +214,30 @@ def test_a_reader_that_has_gone_is_no_error():
     assert process.returncode == 141
 
 
-@pytest.fixture(scope="module")
-def wheel_environment(tmp_path_factory):
-    """A virtual environment in which nothing is installed but the wheel; its dependencies are this one's."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    sources = folder / "sources"  # a copy: setuptools leaves its build beside what it builds
-    shutil.copytree(ROOT / "lightning_lowbit", sources / "lightning_lowbit")
-    shutil.copytree(ROOT / "recipes", sources / "recipes")
+@pytest.mark.slow
+def test_recipes_of_a_wheel_are_found_from_any_directory(tmp_path_factory, tmp_path):
+    site, sources = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("sources")
+    for name in ("lightning_lowbit", "recipes"):  # a copy: setuptools leaves its build beside what it builds
+        shutil.copytree(ROOT / name, sources / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     # With the setuptools that is here: making an environment for it takes half a minute.
-    subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, sources], check=True)
-    (wheel,) = folder.glob("*.whl")
-    environment = folder / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    python = environment / "bin" / "python"
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
-    (site,) = environment.glob("lib/python*/site-packages")
-    # A path in a .pth file is not searched for further .pth files, such as that of an editable installation.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    return environment
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-build-isolation"]
+    subprocess.run([*pip, "--no-deps", "--target", site, sources], check=True)
 
-
-@pytest.mark.slow
-def test_recipes_of_a_wheel_are_found_from_any_directory(wheel_environment, tmp_path):
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-    def run(name, *arguments):
-        command = [wheel_environment / "bin" / name, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=tmp_path, check=False)
+    def run(*command):
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(site)})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    code = """if True:
-        import lightning_lowbit.cli
-        print(lightning_lowbit.__file__)
-        lightning_lowbit.cli.main(["ls"])
-        lightning_lowbit.cli.main(["cp", "quickstart", "mine.yaml"])
-    """
-    shown = run("python", "-c", code)
-    assert shown.startswith(str(wheel_environment)), "the sources were imported instead of the wheel"
+    lowbit = site / "bin" / "lowbit"
+    where = run(sys.executable, "-c", "import lightning_lowbit.cli; print(lightning_lowbit.__file__)")
+    assert where.startswith(str(site)), "the sources were imported instead of the wheel"
+    shown = run(lowbit, "ls")
     assert all(f"  {name} " in shown for name in recipes())
-    assert list(wheel_environment.glob("lib/*/site-packages/lightning_lowbit/recipes/launch/slurm.sh"))
-    assert (tmp_path / "mine.yaml").read_text() == recipes()["quickstart"].read_text()
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    tiny = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}"
-    run(
-        *("lowbit", "fit", "--config=quickstart", "--trainer.max_steps=2", f"--model.init_args.config={tiny}"),
-        *("--data.init_args.path=text.txt", "--data.init_args.sequence_length=16", "--data.init_args.batch_size=2"),
-    )
-    assert (tmp_path / "runs/quickstart/version_0/config.yaml").exists()
+    assert (site / "lightning_lowbit/recipes/launch/slurm.sh").exists()
+    run(lowbit, "cp", "quickstart", "mine.yaml")
+    assert Path("mine.yaml").read_text() == recipes()["quickstart"].read_text()
+    write_tiny(max_steps=2)
+    run(lowbit, "fit", "--config=quickstart", "--config=tiny.yaml")
+    assert Path("runs/quickstart+tiny/version_0/config.yaml").exists()

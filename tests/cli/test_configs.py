@@ -1,12 +1,23 @@
 """Several configurations put together into one, and recipes by name."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lightning_lowbit.cli.configs import combined_name, find_config, merge, merge_all, merge_configs, recipes
+from lightning_lowbit.cli.configs import (
+    combined_name,
+    find_config,
+    merge,
+    merge_all,
+    merge_configs,
+    options_with_lists,
+    recipes,
+    with_lists,
+)
 from lightning_lowbit.nn import OPERANDS
+from tests.tables import each
 
 
 def plugin(class_path, **arguments):
@@ -21,24 +32,12 @@ def test_mappings_merge_key_by_key():
     assert merge(base, {"trainer": {"max_steps": 2}})["trainer"]["max_steps"] == 2
 
 
-def test_arguments_that_another_class_does_not_take_are_dropped():
-    base = {"plugins": plugin("lightning_lowbit.FP4Precision", casts="nvfp4", rounding={}, skip=["lm_head"])}
-    merged = merge(base, {"plugins": plugin("lightning_lowbit.FP8Precision", scaling="row")})
-    assert merged == {"plugins": plugin("lightning_lowbit.FP8Precision", scaling="row", skip=["lm_head"])}
-    merged = merge(merged, {"plugins": plugin("lightning_lowbit.FP4Precision", casts="mxfp4")})
-    assert merged == {"plugins": plugin("lightning_lowbit.FP4Precision", casts="mxfp4", skip=["lm_head"])}
-
-
-@pytest.mark.parametrize("base", [["a"], "a"])
-@pytest.mark.parametrize("overlay", [["b"], "b"])
-def test_callbacks_are_appended_and_never_lost(base, overlay):
-    assert merge({"callbacks": base}, {"callbacks": overlay}) == {"callbacks": ["a", "b"]}
-    assert merge({"callbacks": base}, {"callbacks": None}) == {"callbacks": None}, "null is how to leave them out"
-    assert merge({"callbacks": None}, {"callbacks": overlay}) == {"callbacks": overlay}
+def test_callbacks_are_appended_and_never_lost_nor_added_again():
+    for base, overlay in product((["a"], "a"), (["b"], "b")):
+        assert merge({"callbacks": base}, {"callbacks": overlay}) == {"callbacks": ["a", "b"]}
+        assert merge({"callbacks": base}, {"callbacks": None}) == {"callbacks": None}, "null is how to leave them out"
+        assert merge({"callbacks": None}, {"callbacks": overlay}) == {"callbacks": overlay}
     assert merge({"other": ["a"]}, {"other": ["b"]}) == {"other": ["b"]}
-
-
-def test_a_callback_that_is_there_already_is_not_added_again():
     summary, switch = {"class_path": "S"}, plugin("Q", at=0.9)
     merged = merge({"callbacks": [summary, switch]}, {"callbacks": [plugin("Q", at=0.5), summary]})
     assert merged == {"callbacks": [summary, switch, plugin("Q", at=0.5)]}
@@ -69,6 +68,9 @@ def test_fields_of_casts_change_the_preset_before_them():
     assert merge({"casts": {"preset": "nvfp4", **fields}}, {"casts": "bf16"}) == {"casts": "bf16"}
     assert merge({}, {"casts": fields}) == {"casts": fields}
     assert merge({"other": "nvfp4"}, {"other": fields}) == {"other": fields}
+    six = {operand: {"element": "e2m1", "scale": {"format": "e8m0", "block": 32}} for operand in OPERANDS}
+    for base in ("nvfp4", {"preset": "nvfp4", "hadamard": {"wgrad": 16}}):
+        assert merge({"casts": base}, {"casts": six}) == {"casts": six}, "six casts in full keep nothing"
 
 
 def test_another_class_keeps_the_arguments_that_it_takes_as_well():
@@ -79,24 +81,21 @@ def test_another_class_keeps_the_arguments_that_it_takes_as_well():
     assert unknown == plugin("AdamW", **spam["init_args"]), "the parser knows short names, and says what does not fit"
     assert merge(spam, {"class_path": "collections.OrderedDict"}) == {"class_path": "collections.OrderedDict"}
     fp4 = plugin("lightning_lowbit.FP4Precision", skip=["lm_head"], rounding={"wgrad_x": "nearest"})
+    merged = merge({"plugins": fp4}, {"plugins": plugin("lightning_lowbit.FP8Precision", scaling="row")})
+    assert merged == {"plugins": plugin("lightning_lowbit.FP8Precision", scaling="row", skip=["lm_head"])}
     bf16 = plugin("lightning_lowbit.LowBitPrecision", casts="bf16")
     assert merge(fp4, bf16) == plugin("lightning_lowbit.LowBitPrecision", casts="bf16", skip=["lm_head"])
 
 
-def test_each_combination_has_a_folder():
-    assert merge_all(["quickstart", "bf16"])["trainer"]["default_root_dir"] == "runs/quickstart+bf16"
+def test_each_combination_has_a_folder_also_with_a_piece_on_top():
     Path("mine.yaml").write_text("trainer: {default_root_dir: here}")
     assert merge_all(["quickstart", "mine.yaml"])["trainer"]["default_root_dir"] == "here"
     Path("none.yaml").write_text("trainer: null")
     assert merge_all(["none.yaml"])["trainer"] == {"default_root_dir": "runs/none"}
-
-
-def test_a_piece_of_a_configuration_goes_on_top_like_a_file():
     piece = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.5}}}}}
     config = merge_all(["quickstart", piece, "adamw"])
-    assert config["model"]["init_args"]["optimizer"] == plugin(
-        "torch.optim.AdamW", lr=0.5, betas=[0.9, 0.95], weight_decay=0.1
-    )
+    optimizer = config["model"]["init_args"]["optimizer"]
+    assert optimizer == plugin("torch.optim.AdamW", lr=0.5, betas=[0.9, 0.95], weight_decay=0.1)
     assert config["trainer"]["default_root_dir"] == "runs/quickstart+adamw"
 
 
@@ -128,9 +127,51 @@ def test_find_config():
         find_config("llama_30m")
 
 
-def test_six_casts_in_full_keep_nothing_of_those_before():
-    six = {operand: {"element": "e2m1", "scale": {"format": "e8m0", "block": 32}} for operand in OPERANDS}
-    assert merge({"casts": "nvfp4"}, {"casts": six}) == {"casts": six}
-    assert merge({"casts": {"preset": "nvfp4", "hadamard": {"wgrad": 16}}}, {"casts": six}) == {"casts": six}
-    some = {"wgrad_x": {"rounding": "nearest"}}
-    assert merge({"casts": "nvfp4"}, {"casts": some}) == {"casts": {"preset": "nvfp4", **some}}
+# --- one item in the place of a list ---
+
+PLUGIN, SKIP = "--trainer.plugins", "--trainer.plugins.init_args.skip"
+FP8 = "lightning_lowbit.FP8Precision"
+NORMS = "--trainer.callbacks+=lightning_lowbit.GradientNormMonitor"
+
+
+@each(
+    ("given", "made"),
+    [
+        ([SKIP, "lm_head"], [SKIP, "[lm_head]"]),
+        ([f"{SKIP}=lm_head"], [f"{SKIP}=[lm_head]"]),
+        ([f"{PLUGIN}.only=up|down"], [f"{PLUGIN}.only=[up|down]"]),
+        ([SKIP, r"layers\.-1"], [SKIP, r"[layers\.-1]"]),
+        ([SKIP, "a: [b"], [SKIP, "['a: [b']"]),
+        ([f"{PLUGIN}={FP8}", SKIP, "up"], [f"{PLUGIN}={FP8}", SKIP, "[up]"]),
+        ([f"{PLUGIN}.class_path", FP8, f"{PLUGIN}.skip=up"], [f"{PLUGIN}.class_path", FP8, f"{PLUGIN}.skip=[up]"]),
+        ([PLUGIN, "FP8Precision", SKIP, "up"], [PLUGIN, "FP8Precision", SKIP, "[up]"]),
+        ([NORMS, "--trainer.callbacks.layers", "up"], [NORMS, "--trainer.callbacks.layers", "[up]"]),
+    ],
+)  # fmt: skip
+def test_an_item_on_the_command_line(given, made):
+    assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *made]
+
+
+@each(
+    "given",
+    [
+        *([SKIP, "[lm_head]"], [SKIP, "null"], [SKIP, "{a: b}"], [SKIP], [SKIP, "--seed_everything", "1"]),
+        *([f"{SKIP}+=lm_head"], [f"{SKIP}+", "lm_head"]),
+        *([f"{PLUGIN}.init_args.casts", "nvfp4"], [f"{PLUGIN}.init_args.no_such_argument", "1"]),
+        *(["--trainer.max_steps", "3"], ["--data.init_args.path", "text"]),
+        ["--model.init_args.optimizer.init_args.betas", "0.9"],  # a pair, of which one is not enough
+        ["--trainer.plugins=no_such_module.Plugin", f"{PLUGIN}.skip=a"],
+    ],
+)
+def test_everything_else_is_left_alone(given):
+    assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *given]
+
+
+def test_an_item_in_yaml():
+    one, listed = (
+        {"plugins": [plugin("lightning_lowbit.FP4Precision", casts="nvfp4", skip=skip, overrides={"up": "bf16"})]}
+        for skip in ("lm_head", ["lm_head"])
+    )
+    assert with_lists(one) == with_lists(listed) == listed
+    unknown = plugin("no_such_module.Plugin", skip="lm_head")
+    assert with_lists(unknown) == unknown

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_lowbit import cli
+from tests.cli.run.commands import write_tiny
 from tests.tables import each
 
 LOWBIT = [str(Path(sys.executable).with_name("lowbit"))]
@@ -36,46 +37,34 @@ def run(*command, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-NETWORK = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}"
-RUN = ["--config=quickstart", "--config=tiny.yaml", f"--model.init_args.config={NETWORK}"]
-RECIPE = """
-trainer: {max_steps: 1, limit_val_batches: 1, accelerator: cpu}
-data: {init_args: {path: text.txt, sequence_length: 8, batch_size: 2}}
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [LOWBIT, MODULE], ids=["lowbit", "python -m"])
 def test_no_command_runs_what_lies_in_the_current_folder(program, poisoned, tmp_path):
-    """Each command does its work in a folder full of files with the names of installed packages."""
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    for arguments in (
-        ["ls"],
-        ["cp", "quickstart", "mine.yaml"],
-        ["fit", *RUN],
-        ["validate", *RUN, "--ckpt_path=last"],
-        ["compare", *RUN, "--vary=bf16", "--seeds=0", "--output=study"],
-        ["inspect", "last.ckpt", "--casts=nvfp4"],
-        ["estimate", "--config=quickstart", "--device=h100"],
-        ["export", "last.ckpt", "--format=dequantized", "--output=exported"],
-        ["evaluate", "exported", "--tasks=arc_easy", "--limit=1"],
+    write_tiny(max_steps=2, accelerator="cpu")
+    recipe = "--config=quickstart --config=tiny.yaml"
+    for command in (
+        "ls",
+        "cp quickstart mine.yaml",
+        f"fit {recipe}",
+        f"validate {recipe} --ckpt_path=last",
+        f"compare {recipe} --vary=bf16 --seeds=0 --output=study",
+        "inspect last.ckpt --casts=nvfp4",
+        "estimate --config=quickstart --device=h100",
+        "export last.ckpt --format=dequantized --output=exported",
+        "evaluate exported --tasks=arc_easy --limit=1",
     ):
-        if arguments[0] == "inspect":
+        if command.startswith("inspect"):
             Path(next(tmp_path.glob("runs/**/last.ckpt"))).rename("last.ckpt")
-        done = run(*program, *arguments, HF_HUB_OFFLINE="1")
+        done = run(*program, *command.split(), HF_HUB_OFFLINE="1")
         said = done.stdout + done.stderr
-        assert " ran\n" not in said, f"{arguments}: {said[-500:]}"
-        is_offline = arguments[0] == "evaluate"  # its tasks are on the Hub
-        assert is_offline or done.returncode == 0, f"{arguments}: {said[-2000:]}"
+        assert " ran\n" not in said, f"{command}: {said[-500:]}"
+        is_offline = command.startswith("evaluate")  # its tasks are on the Hub
+        assert is_offline or done.returncode == 0, f"{command}: {said[-2000:]}"
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param(LOWBIT, id="lowbit"), pytest.param(MODULE, id="python -m", marks=pytest.mark.slow)]
-)
-def test_a_picture_is_not_drawn_by_a_file_of_the_current_folder(program, poisoned):
+def test_a_picture_is_not_drawn_by_a_file_of_the_current_folder(poisoned):
     torch.save({"weight": torch.randn(16, 32)}, "good.ckpt")
-    done = run(*program, "inspect", "good.ckpt", "--casts=nvfp4", PYTHONPATH=os.pathsep)
+    done = run(*LOWBIT, "inspect", "good.ckpt", "--casts=nvfp4", PYTHONPATH=os.pathsep)
     assert done.returncode == 0 and Path("good_casts.png").exists(), done.stderr
 
 

@@ -13,13 +13,8 @@ from neuralforecast.models import NHITS, TFT, PatchTST
 from lightning_lowbit import FP4Precision
 from lightning_lowbit.nn import QuantLinear
 
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+QUIET = {"accelerator": "cpu", "devices": 1, **OFF}
 TINY = {"h": 8, "input_size": 24, "max_steps": 3, "val_check_steps": 3, "batch_size": 2, "windows_batch_size": 16}
 
 
@@ -34,13 +29,16 @@ def series():
 
 
 def main():
-    models = [
-        NHITS(**options(), mlp_units=[[32, 32]] * 3),
-        PatchTST(
-            **options(), hidden_size=16, n_heads=4, linear_hidden_size=32, encoder_layers=1, patch_len=8, stride=4
-        ),
-        TFT(**options(), hidden_size=16, n_head=2),
-    ]
+    sizes = {
+        "hidden_size": 16,
+        "n_heads": 4,
+        "linear_hidden_size": 32,
+        "encoder_layers": 1,
+        "patch_len": 8,
+        "stride": 4,
+    }
+    models = [NHITS(**options(), mlp_units=[[32, 32]] * 3), PatchTST(**options(), **sizes)]
+    models.append(TFT(**options(), hidden_size=16, n_head=2))
     forecast = NeuralForecast(models, freq="D")
     forecast.fit(series())
     before = forecast.predict()

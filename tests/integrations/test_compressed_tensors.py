@@ -57,21 +57,21 @@ def compressed(tensor, format, arguments, scales):
     return {k: v.contiguous() for k, v in tensors.items()}, compressor.decompress(dict(tensors), scheme)["weight"]
 
 
-def quantization_config(format, arguments, **others):
+def write_config(folder, format, arguments, config=None, **others):
     from compressed_tensors.quantization import QuantizationArgs
 
     weights = json.loads(QuantizationArgs(**arguments, symmetric=True).model_dump_json())
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": format}}
     own = {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed"}
-    return {**own, "config_groups": groups, **others}
+    quantization = {**own, "config_groups": groups, **others}
+    (folder / "config.json").write_text(json.dumps({**(config or {}), "quantization_config": quantization}))
 
 
 def written(folder, format, arguments, scales):
     """A checkpoint of one layer, and its weight as compressed-tensors reads it."""
     tensors, expected = compressed(weight(), format, arguments, scales)
     save_file({f"0.{k}": v for k, v in tensors.items()} | {"0.bias": torch.ones(96)}, folder / "model.safetensors")
-    config = {"quantization_config": quantization_config(format, arguments)}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder, format, arguments)
     return expected
 
 
@@ -92,21 +92,18 @@ def test_weights_are_those_that_the_package_reads(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_casts_must_have_the_files(tmp_path):
+def test_casts_and_folders_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="it has no config.json"):
+        load_compressed(layer(), tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="None, not one of compressed-tensors"):
+        load_compressed(layer(), tmp_path)
     written(tmp_path, *next(schemes()))
     with pytest.raises(ValueError, match="Give casts with fprop_w="):
         load_compressed(layer(), tmp_path, "nvfp4-nvidia")
     model = load_compressed(layer(), tmp_path, "nvfp4")
     LayerKeys(model).fill_(0)
     assert model[0].casts == LinearCasts.preset("nvfp4") and model(torch.randn(4, 256)).isfinite().all()
-
-
-def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="it has no config.json"):
-        load_compressed(layer(), tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="None, not one of compressed-tensors"):
-        load_compressed(layer(), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -125,9 +122,7 @@ def test_a_model_of_transformers_computes_as_transformers_does(tmp_path):
         quantized |= {f"{name.removesuffix('.weight')}.{k}": v for k, v in tensors.items()}
     state.pop("lm_head.weight")
     save_file(state | quantized, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = quantization_config(nvfp4, arguments, ignore=["lm_head"])
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, nvfp4, arguments, json.loads((tmp_path / "config.json").read_text()), ignore=["lm_head"])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
     ours, tokens = load_compressed(empty, tmp_path), torch.randint(0, 256, (2, 16))

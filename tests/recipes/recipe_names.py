@@ -1,20 +1,19 @@
 """Names of all recipes, overlays and studies, and what the command makes of them."""
 
+import json
 from pathlib import Path
 
 import yaml
+from lightning.pytorch import Callback
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_lowbit import cli
 from lightning_lowbit.cli import run
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, merge_configs, recipes
 
 RECIPES, OVERLAYS, STUDIES = (
     [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
 )
-
-FP4_STUDIES = ("scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding")
-OPTIMIZER_STUDIES = ("spikes", "learning_rates", "ablation")
-
 
 # The rules of Stable-SPAM's table 4.6, for elements and for norms, beside resets of the moments.
 RULES = {
@@ -25,6 +24,16 @@ RULES = {
     "moret_adagn_spikeclip": ("spike_clip", "ada_gn"),
     "moret_gradclip_adaclip": ("ada_clip", "grad_clip"),
 }
+
+
+class Logged(Callback):
+    """What was logged in each batch."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.steps.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
 class Idle(run.LowBitCLI):
@@ -52,6 +61,13 @@ def write_small(path="text.txt"):
     """Writes a text, and a recipe of two steps over it or other data."""
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     Path("small.yaml").write_text(SMALL.replace("PATH", path))
+
+
+def run_json(*configs, options=()):
+    """What the page of a run says that ``lowbit fit`` makes of configurations."""
+    assert cli.main(["fit", *(f"--config={config}" for config in configs), *options]) == 0
+    (path,) = Path("runs").rglob("run.json")
+    return json.loads(path.read_text())
 
 
 def save_pretrained(folder, network="llama"):

@@ -2,28 +2,18 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from lightning.pytorch import Callback
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler, cli
-from lightning_lowbit.recipes import preferences
+from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler
 from lightning_lowbit.recipes.preferences import PreferenceLM
 from tests.lightning_imports import quiet_trainer
-from tests.recipes.recipe_names import parts
+from tests.recipes.recipe_names import Logged, parts, write_small
+from tests.tables import each
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-TEXT = b"The quick brown fox jumps over the lazy dog. " * 60
-SMALL = {
-    "trainer": {"max_steps": 2, "log_every_n_steps": 1, "val_check_interval": 2},
-    "model": {"init_args": {"config": SIZE, "scheduler": {"init_args": {"warmup_steps": 1}}}},
-    "data": {"init_args": {"path": "text.txt", "sequence_length": 16, "batch_size": 2, "val_batches": 2}},
-}
 
 
 def batch(length=17, number=0, size=4):
@@ -33,7 +23,7 @@ def batch(length=17, number=0, size=4):
 
 def model(beta=0.1, lr=1e-2, **kwargs):
     def optimizer(parameters):
-        return torch.optim.AdamW(parameters, lr=lr, eps=1e-12)
+        return torch.optim.AdamW(parameters, lr=lr, eps=1e-12, weight_decay=0)
 
     return PreferenceLM(beta, config=SIZE, seed=0, optimizer=optimizer, **kwargs)
 
@@ -58,27 +48,14 @@ def fit(module, data, *callbacks, **kwargs):
     return made
 
 
-class History(Callback):
-    """What was logged in each step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_train_batch_end(self, run, *_):
-        self.steps.append({name: value.item() for name, value in run.callback_metrics.items()})
-
-
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta", [1e-6, 1e-4, 0.1, 100.0])
+@each("beta", [1e-6, 1e-4, 0.1, 100.0])
 def test_the_loss_begins_at_ln_2(beta):
-    """To the bit: the model and its reference are the same, and so is what they say."""
-    history = History()
-    fit(model(beta), [batch()], history)
-    (first,) = history.steps
-    assert first["loss"] == torch.tensor(math.log(2)).item()
-    assert (first["margin"], first["accuracy"]) == (0, 0)
+    logged = fit(model(beta), [batch()]).callback_metrics
+    assert torch.equal(logged["loss"], torch.tensor(math.log(2)))
+    assert (logged["margin"], logged["accuracy"]) == (0, 0)
 
 
 def log_probability(network, tokens, answer):
@@ -108,38 +85,13 @@ def test_the_loss_is_the_formula(length):
     def loss(beta):
         return sum(-math.log(1 / (1 + math.exp(-beta * margin))) for margin in margins) / len(margins)
 
-    history = History()
     with torch.enable_grad():
-        found = fit(module, [data], history).callback_metrics
-    expected = {
-        "loss": loss(beta),
-        "margin": sum(margins) / len(margins),
-        "accuracy": sum(margin > 0 for margin in margins) / len(margins),
-        "val_loss": loss(1.0),
-        "val_accuracy": sum(margin > 0 for margin in margins) / len(margins),
-    }
+        found = fit(module, [data]).callback_metrics
+    accuracy = sum(margin > 0 for margin in margins) / len(margins)
+    expected = {"loss": loss(beta), "margin": sum(margins) / len(margins), "accuracy": accuracy}
+    expected |= {"val_loss": loss(1.0), "val_accuracy": accuracy}
     # Differences of log-probabilities of about 5 in float32, whose spacing there is 5e-7; a handful of them.
     assert {name: found[name].item() for name in expected} == pytest.approx(expected, rel=1e-5, abs=5e-6)
-
-
-@pytest.mark.parametrize("length", [16, 17])
-def test_a_mirrored_answer_has_the_same_tokens(length, monkeypatch):
-    seen, original = [], preferences._log_probability
-
-    def spy(network, tokens, answer):
-        seen.append((tokens, answer))
-        return original(network, tokens, answer)
-
-    monkeypatch.setattr(preferences, "_log_probability", spy)
-    model()._margins(batch(length))
-    (tokens, answer), (again, _) = seen
-    assert torch.equal(tokens, again), "the reference is asked about other text"
-    preferred, other = tokens.chunk(2)
-    assert torch.equal(preferred, batch(length))
-    assert answer == length // 2
-    assert torch.equal(preferred[:, :answer], other[:, :answer]), "the context differs"
-    assert torch.equal(preferred[:, answer:], other[:, answer:].flip(1))
-    assert torch.equal(preferred.sort().values, other.sort().values)
 
 
 def test_validation_is_a_mean_over_pairs_with_a_smaller_last_batch():
@@ -166,7 +118,7 @@ def test_the_gradient_of_a_logit_is_as_small_as_the_module_says():
     assert 0.9 * bound < largest <= bound
 
 
-@pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan, True, "0.1", None])
+@each("beta", [0, -0.1, math.inf, math.nan, True, "0.1", None])
 def test_a_bad_beta(beta):
     message = f"beta is what multiplies the margin, above 0; got {beta!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -177,14 +129,11 @@ def test_a_bad_beta(beta):
 
 
 def test_it_learns_in_a_few_steps():
-    history = History()
-    fit(model(1.0), [batch(number=number) for number in range(2)], history, max_steps=10)
-    assert history.steps[0]["accuracy"] == 0
-    last = history.steps[-1]
-    assert last["accuracy"] == 1
-    assert last["margin"] > 0.1
-    assert last["loss"] < math.log(2) - 0.05
-    assert last["val_accuracy"] == 1
+    logged = Logged()
+    fit(model(1.0), [batch(number=number) for number in range(2)], logged, max_steps=10)
+    first, *_, last = logged.steps
+    assert (first["accuracy"], last["accuracy"], last["val_accuracy"]) == (0, 1, 1)
+    assert last["margin"] > 0.1 and last["loss"] < math.log(2) - 0.05
 
 
 def test_the_reference_is_frozen_and_in_the_checkpoint():
@@ -194,7 +143,6 @@ def test_the_reference_is_frozen_and_in_the_checkpoint():
     before = {name: value.clone() for name, value in module.reference.state_dict().items()}
     made = fit(module, [batch()], max_epochs=3, max_steps=3)
     assert len(modes) > 3 and not any(modes), "with dropout the reference would not be the same each time"
-    assert all(parameter.grad is None for parameter in module.reference.parameters())
     assert not any(parameter.requires_grad for parameter in module.reference.parameters())
     trained = {id(parameter) for group in made.optimizers[0].param_groups for parameter in group["params"]}
     assert trained == {id(parameter) for parameter in module.model.parameters()}
@@ -209,7 +157,7 @@ def test_the_reference_is_frozen_and_in_the_checkpoint():
     assert not torch.equal(loaded.model.lm_head.weight, loaded.reference.lm_head.weight), "nothing was learned"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@each("share", [0.0, 0.25, 1.0])
 def test_zero_gradients_are_those_of_the_model(share):
     class Zeros(PreferenceLM):
         def on_before_optimizer_step(self, optimizer):
@@ -218,32 +166,11 @@ def test_zero_gradients_are_those_of_the_model(share):
                 flat[: round(share * flat.numel())] = 0  # numbers of elements that 4 divides
             super().on_before_optimizer_step(optimizer)
 
-    history = History()
-    fit(Zeros(config=SIZE), [batch()], history)
-    assert history.steps[0]["zero_gradients"] == pytest.approx(share)
+    logged = fit(Zeros(config=SIZE), [batch()]).callback_metrics
+    assert logged["zero_gradients"].item() == pytest.approx(share)
 
 
 # --- fp16 -------------------------------------------------------------------------------------------------------------
-
-
-class FirstLayer(Callback):
-    """The share of its weight that moves, by a tenth of the learning rate in each step, which is what Adam moves it by.
-
-    Weight decay, which also moves weights without gradients, is left out.
-    """
-
-    def on_train_start(self, run, module):
-        self.before = self._weight(module)
-
-    def on_train_end(self, run, module):
-        group = run.optimizers[0].param_groups[0]
-        least = 0.1 * group["lr"] * run.global_step
-        decayed = self.before * (1 - group["lr"] * group["weight_decay"]) ** run.global_step
-        self.share = ((self._weight(module) - decayed).abs() > least).float().mean().item()
-
-    @staticmethod
-    def _weight(module):
-        return module.model.model.layers[0].mlp.gate_proj.weight.detach().clone()
 
 
 def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
@@ -251,11 +178,14 @@ def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
     zeros, moves = {}, {}
     scalers = {"1": StaticGradScaler(1, device="cpu"), "2^18": ConservativeGradScaler(preset="tiny-loss", device="cpu")}
     for name, scaler in scalers.items():
-        history, layer = History(), FirstLayer()
+        logged, module = Logged(), model(1e-4, lr=1e-3)
+        weight = module.model.model.layers[0].mlp.gate_proj.weight
+        before = weight.detach().clone()
         plugin = LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaler, skip=["reference"])
-        fit(model(1e-4, lr=1e-3), [batch(33, size=8)], history, layer, plugins=[plugin], max_epochs=3, max_steps=3)
+        fit(module, [batch(33, size=8)], logged, plugins=[plugin], max_epochs=3, max_steps=3)
         assert plugin.skipped_steps == 0
-        zeros[name], moves[name] = history.steps[0]["zero_gradients"], layer.share
+        zeros[name] = logged.steps[0]["zero_gradients"]
+        moves[name] = ((weight - before).abs() > 0.1 * 3 * 1e-3).float().mean().item()  # a tenth of what Adam moves by
     assert zeros["1"] > 0.8 > 0.2 > zeros["2^18"], zeros
     assert moves["1"] == 0 and moves["2^18"] > 0.9, moves
 
@@ -263,63 +193,17 @@ def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
 # --- the recipes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(name="small")
-def _small():
-    Path("text.txt").write_bytes(TEXT)
-    Path("small.yaml").write_text(yaml.safe_dump(SMALL))
-
-
 @pytest.mark.fast("configs0-262144")
 @pytest.mark.parametrize(("configs", "scale"), [(("dpo",), 2**18), (("quickstart", "fp16"), 2**16)])
-def test_the_scalers_of_the_recipes(small, configs, scale):
+def test_the_scalers_of_the_recipes(configs, scale):
+    write_small()
     parsed = parts(*configs, "small.yaml")
     plugin = parsed.trainer.precision_plugin
     assert plugin.compute_dtype == torch.float16
-    assert type(plugin.scaler) is ConservativeGradScaler
-    assert plugin.scaler.get_scale() == scale
+    assert (type(plugin.scaler), plugin.scaler.get_scale()) == (ConservativeGradScaler, scale)
     assert [type(one) for one in parsed.trainer.callbacks].count(LossScaleMonitor) == 1
     assert len(parsed.trainer.callbacks) > 5, "the overlay's callbacks took the place of the recipe's"
     if configs == ("dpo",):
-        assert type(parsed.model) is PreferenceLM
-        assert parsed.model.beta == 1e-4
+        assert (type(parsed.model), parsed.model.beta) == (PreferenceLM, 1e-4)
         planned = plugin.plan(parsed.model)
         assert len(planned) == 7 and not any("reference" in name for name in planned)
-
-
-def scalars(folder):
-    events = EventAccumulator(folder).Reload()
-    wanted = [tag for tag in events.Tags()["scalars"] if tag in ("loss", "margin", "zero_gradients") or "_scale" in tag]
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in wanted}
-
-
-GROWS = """
-trainer:
-  plugins: {init_args: {scaler: {init_args: {growth_interval: 3}}}} # with 2000 it would not grow
-  callbacks: # for the sake of speed: those that a run needs in order to go on
-    - null
-    - {class_path: lightning_lowbit.LossScaleMonitor}
-    - {class_path: lightning_lowbit.ExactResume}
-    - {class_path: lightning_lowbit.GracefulInterrupt}
-"""
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_scale_and_reference(small):
-    """Its margins depend on the reference; the scale grows in the third step and in the sixth."""
-    Path("grows.yaml").write_text(GROWS)
-
-    def fit(folder, *more):
-        configs = ["--config=dpo", "--config=small.yaml", "--config=grows.yaml", "--trainer.limit_val_batches=0"]
-        return cli.main(["fit", *configs, "--trainer.max_steps=6", f"--trainer.default_root_dir={folder}", *more])
-
-    assert fit("whole") == 0
-    callback = "{class_path: tests.recipes.test_recipes.Interrupt, init_args: {step: 3}}"
-    with pytest.raises(SystemExit):
-        fit("parts", f"--trainer.callbacks+={callback}")
-    assert fit("parts", "--ckpt_path=last") == 0
-    whole, rest = scalars("whole/version_0"), scalars("parts/version_1")
-    assert set(whole) == {"loss", "margin", "zero_gradients"} | {
-        f"loss_scale/{name}" for name in ("scale", "growth_tracker", "overflows", "skipped_steps")
-    }
-    assert list(whole["loss_scale/scale"].values()) == [2**18] * 2 + [1.5 * 2**18] * 3 + [2.25 * 2**18]
-    assert rest == {tag: {step: values[step] for step in (4, 5)} for tag, values in whole.items()}

@@ -1,15 +1,14 @@
 """Every recipe and overlay: two steps of a small version, and its full size without memory for the numbers."""
 
-import json
 import os
 import re
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_lowbit import Adaptive, PrecisionSummary, cli
 from lightning_lowbit.cli import run
@@ -18,32 +17,14 @@ from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
+from tests.cli.run.commands import scalars
 from tests.recipes.data.streams import write_c4
-from tests.recipes.recipe_names import (
-    OVERLAYS,
-    RECIPES,
-    RULES,
-    STUDIES,
-    parts,
-    save_pretrained,
-    write_small,
-)
+from tests.recipes.recipe_names import OVERLAYS, RECIPES, RULES, STUDIES, parts, run_json, save_pretrained, write_small
+from tests.tables import each
 
-# Millions of parameters.
-SIZES = {
-    "quickstart": 3.34,
-    "c4": 58.07,
-    "llama_130m": 134.11,
-    "llama_350m": 367.97,
-    "llama_1b": 1339,
-    "llama_7b": 6738,
-    "multi_node": 6738,
-    "bitnet": 3.35,
-    "olmoe": 10.63,
-    "dpo": 0.935,  # with the reference
-    "small_long": 0.2,
-}
-
+# Millions of parameters; of dpo with the reference.
+SIZES = {"c4": 58.07, "llama_130m": 134.11, "llama_350m": 367.97, "llama_1b": 1339, "llama_7b": 6738}
+SIZES |= {"multi_node": 6738, "bitnet": 3.35, "olmoe": 10.63, "dpo": 0.935, "small_long": 0.2}
 
 # Casts that overlays make of the recipe's, where they are no preset of the same name.
 CHANGES = {
@@ -58,7 +39,6 @@ CHANGES = {
     "stable_ternary": LinearCasts.of({"preset": "ternary", "fprop_w": {"scale": {"factor": 1.1547}}}),
 }
 
-
 # Optimizers that overlays put in the place of the recipe's Stable-SPAM.
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "bitnet", "stable_ternary", "dpo"), "AdamW"),
@@ -69,14 +49,12 @@ OPTIMIZERS = {
     "adam_mini_adaptive": "Adaptive of Adam_mini",
 }
 
-
 # Casts that overlays make of those of some layers.
 SOME_LAYERS = {
     "smooth_swiglu": (r"\.down_proj$", LinearCasts.preset("nvfp4").replace(smooth="channel")),
     "w3_bf16": (r"\.down_proj$", LinearCasts()),
     "edges_bf16": (r"\.layers\.[03]\.", LinearCasts()),
 }
-
 
 # What else some overlays need for it: rows are shorter than their groups, and Adam-mini is told the size of the model.
 GROUPS = "trainer: {plugins: {init_args: {group: 16}}}"
@@ -88,17 +66,13 @@ FITTING = {
     "adam_mini_adaptive": f"model: {{init_args: {{optimizer: {{init_args: {{base: {HEADS}}}}}}}}}",
 }
 
-
-def combinations():
-    """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    # These are no language models, or need weights: they have their own tests.
-    apart = ("quadratic", "digits", "series", "continual_qat", "lora", "control", "ant", "half_cheetah", "hopper")
-    yield from ((name, [name]) for name in RECIPES if name not in apart)
-    bases = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
-    yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS if not name.startswith(apart))
-
-
-COMBINATIONS = dict(combinations())
+# These are no language models, or need weights: they have their own tests.
+APART = ("quadratic", "digits", "series", "continual_qat", "lora", "control", "ant", "half_cheetah", "hopper")
+BASES = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
+# Configurations of each recipe alone and of each overlay on a recipe that it suits.
+COMBINATIONS = {name: [name] for name in RECIPES if name not in APART} | {
+    name: [*BASES.get(name, ["quickstart"]), name] for name in OVERLAYS if not name.startswith(APART)
+}
 ONE_DEVICE = [name for name in COMBINATIONS if name != "multi_node"]  # what a single process can train
 
 
@@ -115,9 +89,8 @@ def test_two_steps(name):
 
 def fits(configs):
     """Two steps of a run, and what they leave behind: its folder."""
-    assert cli.main(["fit", *(f"--config={config}" for config in configs)]) == 0
+    result = run_json(*configs)
     folder = Path("runs") / "+".join(config.removesuffix(".yaml") for config in configs) / "version_0"
-    result = json.loads((folder / "run.json").read_text())
     assert result["status"] == "finished" and result["steps"] == 2
     assert (folder / "report.html").exists() and (folder / "checkpoints").exists()
     assert 0 < result["metrics"]["val_loss"] < 11
@@ -161,12 +134,6 @@ def test_lora_trains_adapters_alone(overlays):
         assert found.dtype == torch.uint8 if is_packed else torch.equal(found, expected), name
 
 
-@pytest.mark.slow
-def test_continual_qat_says_that_it_needs_a_model(capsys):
-    assert cli.main(["fit", "--config=continual_qat"]) != 0
-    assert "no network 'model'" in capsys.readouterr().err
-
-
 @pytest.mark.fast("nvfp4", "adam_mini_adaptive", "fp16")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_full_size(name):
@@ -175,7 +142,7 @@ def test_full_size(name):
         optimizer = parsed.model.make_optimizer(list(parsed.model.named_parameters()))
     assert all(parameter.is_meta for parameter in parsed.model.parameters())
     size = sum(parameter.numel() for parameter in parsed.model.parameters()) / 1e6
-    assert size == pytest.approx(SIZES.get(name, SIZES["quickstart"]), rel=0.01)
+    assert size == pytest.approx(SIZES.get(name, 3.34), rel=0.01)
     plugin = parsed.trainer.precision_plugin
     assert isinstance(plugin, LowBitPrecision)
     preset = name.replace("_", "-")
@@ -203,14 +170,11 @@ def described(optimizer):
     return f"{name} of {described(optimizer.optimizer)}" if isinstance(optimizer, Adaptive) else name
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "c4"])
-@pytest.mark.parametrize("name", ["lion", "adam_mini"])
-def test_an_optimizer_and_the_one_behind_guards_are_the_same(name, recipe):
+@each("recipe, name", product(["quickstart", "c4"], ["lion", "adam_mini"]))
+def test_an_optimizer_and_the_one_behind_guards_are_the_same(recipe, name):
     """Of table 4.5, whatever the recipe, which has a learning rate, betas and a weight decay of its own."""
-    plain, guarded = (
-        merge_all([recipe, overlay])["model"]["init_args"]["optimizer"] for overlay in (name, f"{name}_adaptive")
-    )
-    assert guarded["init_args"] == {"base": plain}
+    plain, guarded = (merge_all([recipe, overlay])["model"]["init_args"] for overlay in (name, f"{name}_adaptive"))
+    assert guarded["optimizer"]["init_args"] == {"base": plain["optimizer"]}
 
 
 class Interrupt(Callback):
@@ -242,28 +206,32 @@ OPTIONS = "--model.init_args.optimizer.init_args"
         ("adam_mini_adaptive", []),
         ("stable_spam", [f"{OPTIONS}.moments=fp8", f"{OPTIONS}.reset_interval=3"]),
         ("spam", [f"{OPTIONS}.density=0.25", f"{OPTIONS}.reset_interval=3"]),
+        ("dpo", ["--trainer.plugins.init_args.scaler.init_args.growth_interval=3"]),
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
+    """With moments, switches, the reference of DPO, and its scale, which grows in the third step and in the sixth."""
     write_small()
     Path("fitting.yaml").write_text(FITTING.get(name, "{}"))
-    configs = [f"--config={config}" for config in ("quickstart", name, "small.yaml", "fitting.yaml")]
+    configs = [f"--config={config}" for config in (*COMBINATIONS[name], "small.yaml", "fitting.yaml")]
 
     def fit(folder, *more):
         here = ["--trainer.max_steps=6", "--trainer.limit_val_batches=0", "--trainer.default_root_dir", folder]
         return cli.main(["fit", *configs, *options, *here, *more])
-
-    def losses(folder):
-        return {event.step: event.value for event in EventAccumulator(folder).Reload().Scalars("loss")}
 
     assert fit("whole") == 0
     callback = "{class_path: tests.recipes.test_recipes.Interrupt, init_args: {step: 3}}"
     with pytest.raises(SystemExit):
         fit("parts", f"--trainer.callbacks+={callback}")
     assert fit("parts", "--ckpt_path=last") == 0
-    whole = losses("whole/version_0")
-    assert sorted(whole) == list(range(6))
-    assert losses("parts/version_1") == {4: whole[4], 5: whole[5]}, "step 3 was finished, and then others followed"
+    scale = [f"loss_scale/{tag}" for tag in ("scale", "growth_tracker", "overflows", "skipped_steps")]
+    for tag in ("loss", *(["margin", "zero_gradients", *scale] if name == "dpo" else [])):
+        whole, rest = scalars("whole/version_0", tag), scalars("parts/version_1", tag)
+        assert sorted(whole) == list(range(6))
+        assert rest == {4: whole[4], 5: whole[5]}, f"{tag}: step 3 was finished, and then others followed"
+    if name == "dpo":
+        scales = scalars("whole/version_0", "loss_scale/scale")
+        assert list(scales.values()) == [2**18] * 2 + [1.5 * 2**18] * 3 + [2.25 * 2**18]
 
 
 @pytest.mark.slow

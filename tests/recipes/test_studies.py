@@ -14,7 +14,10 @@ from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.optim.adam import PRESETS as GAMMAS
 from lightning_lowbit.recipes.spikes import GradientSpikes
-from tests.recipes.recipe_names import FP4_STUDIES, OPTIMIZER_STUDIES, RULES, STUDIES, save_pretrained
+from tests.recipes.recipe_names import RULES, STUDIES, save_pretrained
+from tests.tables import each
+
+FP4_STUDIES = ("scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding")
 
 
 def runs_of(study):
@@ -31,7 +34,17 @@ def differing(casts, other):
     return {operand for operand in OPERANDS if getattr(casts, operand) != getattr(other, operand)}
 
 
-@pytest.mark.parametrize("name", FP4_STUDIES)
+def short(part):
+    """The name of a class in a configuration."""
+    return part["class_path"].rpartition(".")[2]
+
+
+def has_no_switch(row):
+    """Whether one precision holds from first to last."""
+    return not any(short(callback).endswith("Switch") for callback in row.config["trainer"]["callbacks"])
+
+
+@each("name", FP4_STUDIES)
 def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
     study, casts = read_study(name), casts_of(name)
     assert study.name == name and study.baseline == "bf16"
@@ -42,42 +55,39 @@ def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
         del row.config["trainer"]["default_root_dir"], row.config["trainer"]["plugins"]["init_args"]["casts"]
         assert row.config["trainer"].pop("plugins")["init_args"] == {"skip": ["lm_head"]}
         assert row.config == study.rows[0].config
-    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
-    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+    assert has_no_switch(study.rows[0])
 
 
 def test_the_rows_of_fp8_scalings():
-    """FP8 by its scales over all steps of the quickstart, without a switch."""
-    plugins = {row.name: row.config["trainer"]["plugins"] for row in read_study("fp8_scalings").rows}
-    assert plugins.pop("bf16_400")["init_args"] == {"casts": "bf16", "skip": ["lm_head"]}
-    classes = {name: plugin["class_path"].rpartition(".")[2] for name, plugin in plugins.items()}
-    assert classes == {name: "LowBitPrecision" if name == "mxfp8" else "FP8Precision" for name in plugins}
-    assert {name: plugin["init_args"] for name, plugin in plugins.items()} == {
-        "fp8": {"scaling": "delayed", "skip": ["lm_head"]},
-        "fp8_current": {"scaling": "current", "skip": ["lm_head"]},
-        "fp8_row": {"scaling": "row", "skip": ["lm_head"]},
-        "mxfp8": {"casts": "mxfp8", "skip": ["lm_head"]},
-        "fp8+smooth_swiglu": {"scaling": "delayed", "smooth_swiglu": "channel", "skip": ["lm_head"]},
-        "fp8+w3_bf16": {"scaling": "delayed", "overrides": {"down_proj": "bf16"}, "skip": ["lm_head"]},
+    expected = {
+        "bf16_400": ("LowBitPrecision", {"casts": "bf16"}),
+        "fp8": ("FP8Precision", {"scaling": "delayed"}),
+        "fp8_current": ("FP8Precision", {"scaling": "current"}),
+        "fp8_row": ("FP8Precision", {"scaling": "row"}),
+        "mxfp8": ("LowBitPrecision", {"casts": "mxfp8"}),
+        "fp8+smooth_swiglu": ("FP8Precision", {"scaling": "delayed", "smooth_swiglu": "channel"}),
+        "fp8+w3_bf16": ("FP8Precision", {"scaling": "delayed", "overrides": {"down_proj": "bf16"}}),
     }
-    for row in read_study("fp8_scalings").rows:
-        assert row.config["trainer"]["max_steps"] == 400 and len(row.seeds) == 3
-        callbacks = [callback["class_path"] for callback in row.config["trainer"]["callbacks"]]
-        assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+    rows = {row.name: row for row in read_study("fp8_scalings").rows}
+    assert rows.keys() == expected.keys()
+    for name, row in rows.items():
+        kind, arguments = expected[name]
+        trainer = row.config["trainer"]
+        assert short(trainer["plugins"]) == kind, name
+        assert trainer["plugins"]["init_args"] == {**arguments, "skip": ["lm_head"]}, name
+        assert trainer["max_steps"] == 400 and len(row.seeds) == 3 and has_no_switch(row), name
 
 
 def test_the_rows_of_qat():
-    """Each precision with each optimizer at each learning rate, over the same steps, without a switch in between."""
     study = read_study("qat")
     seen = {}
     for row in study.rows:
         assert row.config["trainer"]["max_steps"] == 400 and row.seeds == [0, 1, 2]
-        arguments = row.config["trainer"]["plugins"]["init_args"]
-        optimizer = row.config["model"]["init_args"]["optimizer"]
-        name = optimizer["class_path"].rpartition(".")[2]
-        seen[row.name] = (arguments.get("weight_bits"), name, optimizer["init_args"]["lr"])
-        kind = row.config["trainer"]["plugins"]["class_path"].rpartition(".")[2]
-        assert kind == {"bf16": "LowBitPrecision", "tern": "TernaryPrecision"}.get(row.name[:4], "IntegerPrecision")
+        plugin, optimizer = row.config["trainer"]["plugins"], row.config["model"]["init_args"]["optimizer"]
+        arguments = plugin["init_args"]
+        seen[row.name] = (arguments.get("weight_bits"), short(optimizer), optimizer["init_args"]["lr"])
+        kinds = {"bf16": "LowBitPrecision", "tern": "TernaryPrecision"}
+        assert short(plugin) == kinds.get(row.name[:4], "IntegerPrecision")
         assert arguments["skip"] == ["lm_head"] and arguments.get("activation_bits") in (None, 8, seen[row.name][0])
     names = {"adamw": "AdamW", "stable_spam": "StableSPAM"}
     bits = {"bf16": None, "int4": 4, "int3": 3, "int2": 2, "ternary": None}
@@ -93,8 +103,7 @@ def test_the_rows_of_progressive():
     """Of switches at one step the last holds: each row's own."""
     last = {}
     for row in read_study("progressive").rows:
-        switches = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].endswith("PrecisionSwitch")]
-        at_the_start = [switch["init_args"] for switch in switches if switch["init_args"]["at"] == 0]
+        at_the_start = [switch for switch in callbacks_of(row, "PrecisionSwitch") if switch["at"] == 0]
         last[row.name] = (at_the_start[-1].get("over"), at_the_start[-1].get("schedule"))
     schedules = ("linear", "cosine", "sigmoid", "delayed")
     assert last == {"sudden": (None, None), **{name: (0.5, name) for name in schedules}}
@@ -122,8 +131,7 @@ def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
 
 def callbacks_of(row, name):
     """The arguments of the callbacks of a class."""
-    callbacks = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].rpartition(".")[2] == name]
-    given = [c.get("init_args", {}) for c in callbacks]
+    given = [c.get("init_args", {}) for c in row.config["trainer"]["callbacks"] if short(c) == name]
     return [arguments if isinstance(arguments, dict) else arguments.as_dict() for arguments in given]
 
 
@@ -164,28 +172,17 @@ def test_the_rows_of_rollback_differ_in_what_is_spoilt_and_who_watches():
     }
 
 
-def options_of(row):
-    """The name of a row's optimizer, and all options that it comes to have, defaults included."""
-    optimizer = row.config["model"]["init_args"]["optimizer"]
-    made = locate(optimizer["class_path"])([torch.nn.Parameter(torch.zeros(2, 2))], **optimizer["init_args"])
-    (group,) = made.param_groups
-    return type(made).__name__, {name: value for name, value in group.items() if name != "params"}
-
-
-def is_spikes(callback):
-    return locate(callback["class_path"]) is GradientSpikes
-
-
 def spikes_of(row):
     """Probability, factor, share and seed of each callback that makes spikes."""
-    given = [callback.get("init_args", {}) for callback in row.config["trainer"]["callbacks"] if is_spikes(callback)]
-    made = [GradientSpikes(**arguments) for arguments in given]
-    return [(each.probability, each.factor, each.share, each.seed) for each in made]
+    made = [GradientSpikes(**arguments) for arguments in callbacks_of(row, "GradientSpikes")]
+    return [(spikes.probability, spikes.factor, spikes.share, spikes.seed) for spikes in made]
 
 
 def check_optimizer(row, name, precision, lr=1e-3):
-    """What Adam, SPAM and Stable-SPAM are in all three studies; or a row of table 4.6."""
-    kind, options = options_of(row)
+    """What Adam, SPAM and Stable-SPAM are in all three studies, defaults included; or a row of table 4.6."""
+    optimizer = row.config["model"]["init_args"]["optimizer"]
+    made = locate(optimizer["class_path"])([torch.nn.Parameter(torch.zeros(2, 2))], **optimizer["init_args"])
+    (options,), kind = made.param_groups, type(made).__name__
     assert kind == {"adam": "AdamW", "spam": "SPAM"}.get(name, "StableSPAM"), row.name
     assert (options["lr"], list(options["betas"]), options["weight_decay"]) == (lr, [0.9, 0.999], 0), row.name
     if kind == "AdamW":
@@ -201,78 +198,49 @@ def check_optimizer(row, name, precision, lr=1e-3):
     assert (options["warmup_steps"], options["total_steps"], options["matrices_only"]) == (0, None, False), row.name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZER_STUDIES)
-def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
+PLUGINS = {"bf16": {"casts": "bf16"}, "int4": {"weight_bits": 4, "activation_bits": 4, "group": 128}}
+PLUGINS["fp4"] = {"casts": "e1m2"}
+SPIKES = {"spikes": [(0.01, 1000, 1, None)], "elements": [(0.01, 1000, 0.01, None)]}
+SPIKED = ("adam", "adam+gradclip", "spam", "stable_spam")
+RATED = ("bf16_adam", "bf16_stable_spam", "int4_adam", "int4_spam", "int4_stable_spam")
+ROWS = {
+    "spikes": [
+        *(f"{precision}+{optimizer}" for precision in ("bf16", "int4") for optimizer in ("adam", "stable_spam")),
+        *(f"{precision}+{optimizer}+spikes" for precision in ("bf16", "int4") for optimizer in SPIKED),
+        *(f"int4+{optimizer}+elements" for optimizer in SPIKED),
+    ],
+    "learning_rates": [f"{name}@{rate}" for name in RATED for rate in ("5e-4", "1e-3", "2e-3", "5e-3", "1e-2")],
+    "ablation": [f"{precision}+{name}" for precision in ("fp4", "bf16") for name in ("adam", *RULES)],  # of table 4.6
+}
+
+
+@pytest.mark.fast("ablation")
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rows_of_a_study_of_optimizers_differ_in_what_they_say_alone(name):
     study = read_study(name)
-    plugins = {
-        "bf16": {"casts": "bf16"},
-        "int4": {"weight_bits": 4, "activation_bits": 4, "group": 128},
-        "fp4": {"casts": "e1m2"},
-    }
+    assert sorted(row.name for row in study.rows) == sorted(ROWS[name])
     for row in study.rows:
-        precision = re.match(r"[a-z\d]+", row.name)[0]
+        precision, optimizer = re.match(r"([a-z\d]+)[+_]([a-z_]+)", row.name).groups()
+        check_optimizer(row, optimizer, precision, float(row.name.partition("@")[2] or 1e-3))
+        assert spikes_of(row) == SPIKES.get(row.name.split("+")[-1], []), row.name
         trainer = row.config["trainer"]
-        assert trainer.pop("plugins")["init_args"] == {**plugins[precision], "skip": ["lm_head"]}, row.name
+        assert trainer.pop("plugins")["init_args"] == {**PLUGINS[precision], "skip": ["lm_head"]}, row.name
         del trainer["default_root_dir"], row.config["model"]["init_args"]["optimizer"]
         assert trainer.pop("gradient_clip_val", None) == (1.0 if "gradclip+" in row.name else None), row.name
         # One that says what holds anyway: a row in four bits has it, one in bf16 has not.
         no_switch = {"class_path": "lightning_lowbit.PrecisionSwitch", "init_args": {"to": "fqt", "at": 0.9}}
-        trainer["callbacks"] = [c for c in trainer["callbacks"] if not is_spikes(c) and c != no_switch]
+        trainer["callbacks"] = [c for c in trainer["callbacks"] if short(c) != "GradientSpikes" and c != no_switch]
         assert row.config == study.rows[0].config, row.name
         assert len(row.seeds) == 3
     assert study.baseline.startswith("bf16") and study.rows[0].config["trainer"]["max_steps"] == 250
-    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
-    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
-
-
-def test_the_rows_of_spikes():
-    study = read_study("spikes")
-    optimizers = ("adam", "adam+gradclip", "spam", "stable_spam")
-    assert {row.name for row in study.rows} == {
-        *(f"{precision}+{optimizer}" for precision in ("bf16", "int4") for optimizer in ("adam", "stable_spam")),
-        *(f"{precision}+{optimizer}+spikes" for precision in ("bf16", "int4") for optimizer in optimizers),
-        *(f"int4+{optimizer}+elements" for optimizer in optimizers),
-    }
-    spikes = {"spikes": [(0.01, 1000, 1, None)], "elements": [(0.01, 1000, 0.01, None)]}
-    for row in study.rows:
-        precision, optimizer, *others = row.name.split("+")
-        check_optimizer(row, optimizer, precision)
-        assert spikes_of(row) == spikes.get(row.name.split("+")[-1], []), row.name
-        assert ("gradient_clip_val" in row.config["trainer"]) == ("gradclip" in others), row.name
-
-
-@pytest.mark.slow
-def test_the_rows_of_learning_rates():
-    study = read_study("learning_rates")
-    names = ("bf16_adam", "bf16_stable_spam", "int4_adam", "int4_spam", "int4_stable_spam")
-    rates = ("5e-4", "1e-3", "2e-3", "5e-3", "1e-2")
-    assert [row.name for row in study.rows] == [f"{name}@{rate}" for name in names for rate in rates]
-    for row in study.rows:
-        name, _, rate = row.name.partition("@")
-        precision, _, optimizer = name.partition("_")
-        check_optimizer(row, optimizer, precision, float(rate))
-        assert not spikes_of(row)
-
-
-def test_the_rows_of_ablation():
-    """Each of table 4.6 once in FP4 (E1M2) and once in bf16."""
-    study = read_study("ablation")
-    assert [row.name for row in study.rows] == [f"{p}+{name}" for p in ("fp4", "bf16") for name in ("adam", *RULES)]
-    for row in study.rows:
-        precision, _, optimizer = row.name.partition("+")
-        check_optimizer(row, optimizer, precision)
-        assert not spikes_of(row)
+    assert has_no_switch(study.rows[0])
 
 
 @pytest.mark.slow
 def test_studies_share_what_has_the_same_name():
-    recipes_by_folder = {}
-    for name in STUDIES:
-        for each in runs_of(name):
-            recipes_by_folder.setdefault(each.folder, set()).add(each.recipe)
-    assert all(len(recipes) == 1 for recipes in recipes_by_folder.values())
-    assert len(recipes_by_folder) < sum(len(runs_of(name)) for name in STUDIES)
+    runs = [run for name in STUDIES for run in runs_of(name)]
+    recipes = {(run.folder, run.recipe) for run in runs}
+    assert len(recipes) == len({folder for folder, _ in recipes}) < len(runs)
 
 
 @pytest.mark.fast("ablation", "qat")
@@ -296,16 +264,12 @@ def test_scale_formats_and_block_sizes_are_what_their_names_say():
             assert getattr(casts, operand).rounding == getattr(LinearCasts.preset("nvfp4"), operand).rounding
 
 
-@pytest.mark.parametrize(
-    ("study", "all_of_them", "prefix", "others"),
-    [
-        ("stochastic_rounding", "all_nearest", "sr", "nearest"),
-        ("nearest_rounding", "all_stochastic", "nearest", "stochastic"),
-    ],
+@each(
+    "study, prefix, others", [("stochastic_rounding", "sr", "nearest"), ("nearest_rounding", "nearest", "stochastic")]
 )
-def test_one_operand_at_a_time_rounds_otherwise(study, all_of_them, prefix, others):
+def test_one_operand_at_a_time_rounds_otherwise(study, prefix, others):
     casts = casts_of(study)
-    everywhere = casts[all_of_them]
+    everywhere = casts[f"all_{others}"]
     assert {getattr(everywhere, operand).rounding for operand in OPERANDS} == {others}
     assert everywhere.fprop_x.scale == LinearCasts.preset("nvfp4").fprop_x.scale
     for operand in OPERANDS:

@@ -42,6 +42,8 @@ def test_pretrained(tmp_path):
     assert tokens.dtype == torch.uint8
     assert tokenizer.encode([]).tolist() == []
     assert tokenizer.separator == 1
+    documents = [str(number).encode() for number in range(2 * BATCH + 3)]
+    assert torch.equal(encode_all(tokenizer, documents), tokenizer.encode(documents)[:-1])
 
 
 def test_text_is_only_text(tmp_path):
@@ -61,18 +63,12 @@ def test_large_vocabularies_need_int32(tmp_path):
     assert tokens.tolist() == [3, 2 + len(letters), 1] and tokens.dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    ("special", "separator"),
-    [({"sep_token": "</s>", "bos_token": "<pad>"}, 1), ({"bos_token": "<pad>", "unk_token": "<unk>"}, 0)],
-)
-def test_other_tokens_can_end_a_document(tmp_path, special, separator):
-    assert PretrainedTokenizer(save_tokenizer(tmp_path, **special)).separator == separator
-
-
-def test_any_number_of_documents(tmp_path):
-    tokenizer = PretrainedTokenizer(save_tokenizer(tmp_path))
-    documents = [str(number).encode() for number in range(2 * BATCH + 3)]
-    assert torch.equal(encode_all(tokenizer, documents), tokenizer.encode(documents)[:-1])
+def test_other_tokens_can_end_a_document(tmp_path):
+    for special, separator in (
+        ({"sep_token": "</s>", "bos_token": "<pad>"}, 1),
+        ({"bos_token": "<pad>", "unk_token": "<unk>"}, 0),
+    ):
+        assert PretrainedTokenizer(save_tokenizer(tmp_path, **special)).separator == separator
 
 
 def test_mistakes_say_what_to_do(tmp_path):

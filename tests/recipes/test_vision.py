@@ -1,7 +1,7 @@
 """Recipes on images, with random digits in the place of scikit-learn's, which is no dependency."""
 
-import json
 import sys
+from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -9,9 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_lowbit import cli, export_checkpoint
+from lightning_lowbit import export_checkpoint
 from lightning_lowbit.recipes.vision import ImageClassifier, ImageDataModule
 from tests.lightning_imports import quiet_trainer
+from tests.recipes.recipe_names import run_json
+from tests.tables import each
 
 SMALL = """
 trainer: {max_steps: 2, log_every_n_steps: 1, val_check_interval: 1}
@@ -34,18 +36,16 @@ def _digits(monkeypatch, tmp_path):
     "overlays", [[], ["bf16"], ["digits_int4"], ["digits_vit"]], ids=lambda names: "".join(names) or "digits"
 )
 def test_two_steps(overlays):
-    configs = ["digits", *overlays, "small.yaml"]
-    assert cli.main(["fit", *(f"--config={config}" for config in configs)]) == 0
-    [result] = [json.loads(path.read_text()) for path in Path("runs").rglob("run.json")]
+    result = run_json("digits", *overlays, "small.yaml")
     assert result["steps"] == 2
     assert {"val_loss", "val_accuracy", "grad_norm", "loss"} <= set(result["metrics"])
 
 
 def test_weights_of_a_checkpoint_are_where_training_begins(tmp_path):
-    torch.save({"state_dict": ImageClassifier(seed=1).state_dict()}, "pretrained.ckpt")
-    model = ImageClassifier(seed=2, initial="pretrained.ckpt")
-    for ours, theirs in zip(model.parameters(), ImageClassifier(seed=1).parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    expected = ImageClassifier(seed=1).state_dict()
+    torch.save({"state_dict": expected}, "pretrained.ckpt")
+    found = ImageClassifier(seed=2, initial="pretrained.ckpt").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_mistakes_are_errors_of_one_line(monkeypatch):
@@ -64,48 +64,35 @@ def test_mistakes_are_errors_of_one_line(monkeypatch):
         ImageDataModule().prepare_data()
 
 
-@pytest.mark.parametrize(("name", "count"), [("channels", 3), ("classes", 11), ("classes", 9), ("size", 10)])
-def test_images_that_do_not_fit_the_network_are_refused(name, count):
-    sizes = {"network": "vit-small", name: count}
-    trainer = quiet_trainer(max_steps=1)
-    with pytest.raises(ValueError, match=f"images have {name} .*, and the network {count}. Set model.init_args.{name}"):
-        trainer.fit(ImageClassifier(**sizes), datamodule=ImageDataModule())
+def test_images_that_do_not_fit_the_network_are_refused():
+    for name, count in (("channels", 3), ("classes", 11), ("classes", 9), ("size", 10)):
+        message = f"images have {name} .*, and the network {count}. Set model.init_args.{name}"
+        with pytest.raises(ValueError, match=message):
+            quiet_trainer(max_steps=1).fit(ImageClassifier("vit-small", **{name: count}), datamodule=ImageDataModule())
+    quiet_trainer(max_steps=1).fit(ImageClassifier(size=16), datamodule=ImageDataModule(batch_size=20))  # takes any
 
 
-def test_a_network_that_takes_images_of_any_size_does():
-    quiet_trainer(max_steps=1).fit(ImageClassifier(size=16), datamodule=ImageDataModule(batch_size=20))
-
-
-def test_the_same_few_images_come_in_their_order():
-    data = ImageDataModule(batch_size=20)
-    trainer = quiet_trainer(overfit_batches=2)
-    trainer.datamodule, data.trainer = data, trainer
-    data.prepare_data()
-    for _ in range(2):
-        images, _ = next(iter(data.train_dataloader()))
-        assert torch.equal(images, data._images[0][:20])
-
-
-@pytest.mark.parametrize("batches", [3, 6])
+@each("batches", [3, 6])
 def test_a_resumed_order_of_images_is_that_of_the_run(batches):
     """Within an epoch of six batches, and at its end."""
-    loader, orders = ImageDataModule(batch_size=10), []
-    loader.prepare_data()
+    data = ImageDataModule(batch_size=10)
+    data.prepare_data()
 
     def epochs(loader, count, first=0):
         for epoch in range(first, count):
             loader.sampler.set_epoch(epoch)
             yield from (images.sum().item() for images, _ in loader)
 
-    whole = list(epochs(loader.train_dataloader(), 3))
+    whole = list(epochs(data.train_dataloader(), 3))
     assert len(whole) == 18 and len(set(whole)) > 12, "each epoch has its own order"
-    half = loader.train_dataloader()
-    for _ in zip(range(batches), epochs(half, 3), strict=False):
-        pass
-    resumed = loader.train_dataloader()
+    half, resumed = data.train_dataloader(), data.train_dataloader()
+    assert list(islice(epochs(half, 3), batches)) == whole[:batches]
     resumed.load_state_dict(half.state_dict())
-    orders = list(epochs(resumed, 3, first=batches // 6))
-    assert orders == whole[batches:]
+    assert list(epochs(resumed, 3, first=batches // 6)) == whole[batches:]
+    data.trainer = quiet_trainer(overfit_batches=2)
+    for _ in range(2):
+        images, _ = next(iter(data.train_dataloader()))
+        assert torch.equal(images, data._images[0][:10]), "the same few images come in their order"
 
 
 @pytest.mark.slow
@@ -128,7 +115,7 @@ def test_a_folder_of_images_is_read_with_a_class_for_each_folder():
 def test_a_trained_classifier_is_exported_to_onnx_with_its_outputs():
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    assert cli.main(["fit", "--config=digits", "--config=digits_int4", "--config=small.yaml"]) == 0
+    run_json("digits", "digits_int4", "small.yaml")
     [path] = Path("runs").rglob("last.ckpt")
     exported = export_checkpoint(path, "onnx", "out")
     assert exported.parity is None and exported.outputs < 0.05

@@ -40,18 +40,12 @@ def test_lines_bands_and_spans(draw):
     assert low < 0 and high > 4, "a band is outside"
 
 
-def test_many_series_look_different(draw):
+def test_many_series_cuts_and_logarithmic_axes(draw):
     (axes,) = draw(Chart("", {str(i): ([1, 2], [0.0, float(i)]) for i in range(30)}))
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 30
-
-
-def test_what_is_cut_off_is_said(draw):
     (axes,) = draw(Chart("", {"a": ([1, 2], [1.0, 1e6]), "b": ([1, 2], [1.0, 2.0])}, limits=(0.5, 3.0)))
     low, high = axes.get_ylim()
     assert 0 < low < 1 and 2 < high < 3 and "what is above 3 is cut off" in axes.get_xlabel()
-
-
-def test_logarithmic_axes(draw):
     (axes,) = draw(Chart("", {"a": ([1e-4, 1e-3], [1.0, 100.0])}, log=True, x_log=True))
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.0001", "0.001"]

@@ -1,7 +1,6 @@
 """Two steps of a stranger's model with the plugin, and how much of its arithmetic was quantized."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,15 +9,6 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import FP4Precision, PrecisionSummary
 from lightning_lowbit.callbacks.layer_table import merge_numbers
 from tests.lightning_imports import LightningModule, quiet_trainer
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The losses of the steps, the covered share, and what is not covered, largest first: (names, share, why)."""
-
-    losses: list[float]
-    coverage: float
-    uncovered: list[tuple[str, float, str]]
 
 
 class Wrapped(LightningModule):
@@ -44,14 +34,15 @@ def _loss(output):
     if getattr(output, "loss", None) is not None:
         return output.loss
     values = output.values() if isinstance(output, Mapping) else output
-    return sum(
-        (value.float().square().mean() for value in values if isinstance(value, Tensor) and value.requires_grad),
-        torch.zeros(()),
-    )
+    trained = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    return sum(value.float().square().mean() for value in trained)
 
 
 def train(build, batch):
-    """Trains a model in NVFP4, and checks that its checkpoint fits a model that was never converted."""
+    """Trains a model in NVFP4, and checks that its checkpoint fits a model that was never converted.
+
+    Returns the covered share, and what is not covered, largest first: (names, share, why).
+    """
     model = build()
     keys = list(model.state_dict())
     summary, module = PrecisionSummary(quiet=True), Wrapped(model, batch)
@@ -61,6 +52,5 @@ def train(build, batch):
     assert list(model.state_dict()) == keys, "names of parameters have changed"
     build().load_state_dict(model.state_dict(), strict=True)
     data = summary.report_data(trainer)
-    rows = merge_numbers(data["uncovered"], data["uncovered_because"])
-    flops = data["flops_per_micro_batch"]
-    return Trained(module.losses, data["coverage"], [(names, part / flops, why) for names, _, part, why in rows])
+    rows, flops = merge_numbers(data["uncovered"], data["uncovered_because"]), data["flops_per_micro_batch"]
+    return data["coverage"], [(names, part / flops, why) for names, _, part, why in rows]

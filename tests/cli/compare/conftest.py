@@ -1,21 +1,30 @@
-"""A tiny text and recipe in the current folder of each test, whose runs are forks."""
-
-from pathlib import Path
+"""A tiny text and recipe in the current folder of each test, whose runs are forks; and results of runs."""
 
 import pytest
 
+from lightning_lowbit.cli.lab.compare.losses import reduced
+from tests.cli.run.commands import write_tiny
 from tests.launch import FORKS
-
-TINY = """
-trainer: {max_steps: 8, log_every_n_steps: 1, val_check_interval: 4}
-model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2},
-                    scheduler: {init_args: {warmup_steps: 1}}}}
-data: {init_args: {path: text.txt, sequence_length: 16, batch_size: 2, val_batches: 2, val_fraction: 0.2}}
-"""
 
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_lowbit.cli.lab.compare.command.subprocess", FORKS)
-    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    Path("tiny.yaml").write_text(TINY)
+    write_tiny(max_steps=8, val_check_interval=4)
+
+
+def result(*losses, report=None, **changes):
+    """A run of 100 steps for each loss; ``changes`` are entries of its ``run.json``."""
+    run = {
+        "steps": 100 * len(losses),
+        "seconds": 60.0,
+        "metrics": {"val_loss": losses[-1]},
+        "history": {"val_loss": [[100 * (i + 1), loss] for i, loss in enumerate(losses)]},
+        "peak_memory_bytes": 2**30,
+    }
+    return reduced(run | changes, report)
+
+
+def rows(**losses):
+    """Rows whose seeds end with these losses."""
+    return {row: {seed: result(3.0, loss) for seed, loss in enumerate(ends)} for row, ends in losses.items()}

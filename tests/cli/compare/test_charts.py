@@ -9,7 +9,7 @@ from lightning_lowbit.cli.lab.compare.charts import parts, study_charts
 from lightning_lowbit.cli.lab.compare.claims import Interval
 from lightning_lowbit.cli.lab.compare.losses import RATIO
 from lightning_lowbit.cli.lab.compare.record import write_comparison
-from tests.cli.compare.results import result, rows
+from tests.cli.compare.conftest import result, rows
 from tests.tables import each
 
 DIVERGED = {
@@ -22,27 +22,17 @@ DIVERGED = {
 }
 
 
-def test_losses_are_means_over_seeds_with_their_range():
-    (losses,) = study_charts(DIVERGED, "bf16")["loss"]
-    assert losses.series["bf16"] == ([100, 200], pytest.approx([3.05, 2.05]))
+def test_losses_and_gaps_of_rows_of_which_some_diverge():
+    charts = study_charts(DIVERGED, "bf16")
+    (losses,), (gaps,) = charts["loss"], charts["gap"]
+    assert losses.series["bf16"] == ([100, 200], pytest.approx([3.05, 2.05])), "means over seeds"
     assert losses.bands["bf16"] == ([3.0, 2.0], [3.1, 2.1]) and "huge" not in losses.bands
     half = losses.series["half"][1]
     assert half[0] == 3 and isnan(half[1]), "a mean over those that are left would hide the one that diverged"
-
-
-def test_what_diverges_does_not_flatten_the_others():
-    charts = study_charts(DIVERGED, "bf16")
-    (losses,), (gaps,) = charts["loss"], charts["gap"]
     assert losses.limits == (-float("inf"), pytest.approx(1.5 * 3.0)) and not losses.log
     assert gaps.limits == pytest.approx((-0.5, 0.5)), "ten times the median"
-
-
-def test_gaps_have_a_row_each_with_seeds_mean_and_interval():
-    (gaps,) = study_charts(DIVERGED, "bf16")["gap"]
-    assert gaps.rows == [
-        *("good   +0.025", "also good   +0.05", "huge   +1e+06", "half   diverged", "never   diverged")
-    ]
-    assert gaps.series["1 good"] == ([1.0] * 3, pytest.approx([0.02, 0.03, 0.025]))
+    assert "; ".join(gaps.rows) == "good   +0.025; also good   +0.05; huge   +1e+06; half   diverged; never   diverged"
+    assert gaps.series["1 good"] == ([1.0] * 3, pytest.approx([0.02, 0.03, 0.025])), "seeds and their mean"
     assert gaps.series["4 half"] == ([], []), "a mean would hide the seed that diverged"
     interval = Interval.of([0.02, 0.03])
     assert gaps.bands == {"1 good": ([pytest.approx(interval.low)] * 3, [pytest.approx(interval.high)] * 3)}

@@ -20,26 +20,14 @@ from lightning_lowbit.cli.lab.compare.power import (
 from lightning_lowbit.cli.lab.compare.record import write_comparison, write_page
 from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.report.tables import as_markdown
-from tests.cli.compare.results import result, rows
+from tests.cli.compare.conftest import result, rows
 from tests.recipes.recipe_names import STUDIES
 
 
-def test_quantiles_of_students_t():
-    known = {
-        1: 12.706205,
-        2: 4.302653,
-        3: 3.182446,
-        4: 2.776445,
-        9: 2.262157,
-        10: 2.228139,
-        30: 2.042272,
-        120: 1.979930,
-    }
+def test_the_interval_is_of_the_mean_of_pairs():
+    known = {1: 12.706205, 2: 4.302653, 3: 3.182446, 9: 2.262157, 30: 2.042272, 120: 1.979930}  # of Student's t
     assert {df: round(t_quantile(0.975, df), 6) for df in known} == known
     assert round(t_quantile(0.95, 7), 6) == 1.894579
-
-
-def test_the_interval_is_of_the_mean_of_pairs():
     interval = Interval.of([0.01, 0.02, 0.03])
     half = 4.302653 * 0.01 / 3**0.5
     assert (interval.mean, interval.df) == (0.02, 2)
@@ -82,9 +70,6 @@ def test_the_four_verdicts():
         assert verdict(Interval.of(found), sign, size) == said, (found, sign, size)
 
 
-# --- studies ----------------------------------------------------------------------------------------------------------
-
-
 RESULTS = rows(bf16=[2.0, 2.1, 1.9], fp4=[2.02, 2.12, 1.93], fp3=[2.1, 2.15, None])
 GIVEN = {
     "fp4": {"expected": "+1%", "source": "a | b"},
@@ -103,6 +88,8 @@ def test_claims_are_tabulated_with_their_verdicts():
     assert fp4 == r"| fp4 against bf16 | +1% (+0.0200) | +0.0233 | +0.0090 to +0.0377 (df 2) | shown | a \| b |"
     assert fp3 == "| fp3 against bf16 | higher | +nan |  | no power |  |"
     assert other.startswith("| fp3 against fp4 | -0.01 |")
+    assert as_markdown(claims_table(effects(), {})).count("no power") == 3, "without runs"
+    assert differences(RESULTS, "fp4", "none") == []
 
 
 def test_a_share_is_of_the_other_rows_loss_or_of_all():
@@ -185,11 +172,5 @@ def test_the_study_of_the_guide_is_one():
     (block,) = re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.DOTALL)
     Path("guide.yaml").write_text(block)
     study = read_study("guide.yaml")
-    assert [(effect.name, effect.expected) for effect in study.effects] == [
-        ("adamw against bf16", "+0.02"),
-        ("nearest against adamw", "higher"),
-    ]
-
-
-def test_the_differences_of_a_row_without_runs():
-    assert differences(RESULTS, "fp4", "none") == [] and as_markdown(claims_table(effects(), {})).count("no power") == 3
+    expected = {effect.name: effect.expected for effect in study.effects}
+    assert expected == {"adamw against bf16": "+0.02", "nearest against adamw": "higher"}

@@ -11,11 +11,7 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.lab.compare.claims import read_effects
 from lightning_lowbit.cli.lab.compare.losses import RATIO, history, metric, reduced
 from lightning_lowbit.cli.lab.compare.record import Record, read_record
-
-DOCS = Path(__file__).parents[3] / "docs" / "results"
-RECORDS = sorted((DOCS / "studies").glob("*.json"))
-PAGES = [*DOCS.rglob("*.md")]
-SPARED = {"seeds", "perplexity", "spikes", "tokens/s", "peak memory", "bits", "source"}  # columns a page may leave out
+from tests.tables import each
 
 
 @pytest.fixture
@@ -42,12 +38,8 @@ def run_json(loss, steps=400):
         },
         "summary": {"average_bits": 7.12, "gradient_noise": {"threshold": 3**0.5}, "layers": [{"name": "a"}] * 99},
         "phases": [[0, 300, "fqt"], [300, steps, "qaf"]],
-        "environment": {
-            "started": "2026-11-23 16:26:19+00:00",
-            "command": "/home/me/fit",
-            "threads": 1,
-            "torch": "2.13",
-        },
+        "environment": {"started": "2026-11-23 16:26:19+00:00", "command": "/home/me/fit", "threads": 1}
+        | {"torch": "2.13"},
     }
 
 
@@ -69,6 +61,7 @@ def test_what_is_drawn_from_the_file_is_what_was_drawn_from_the_runs(capsys):
         (folder / "fp4/seed_0").mkdir(parents=True)
         (folder / "fp4/seed_0/report.html").touch()
     record().write(first)
+    assert read_record(first / "mine.json").effects == record().effects, "digits were lost"
     assert cli.main(["compare", "--from=first/mine.json", "--output=again"]) == 0
     before, after = ({p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} for folder in (first, again))
     assert before == after and {Path(name).suffix for name in before} == {".md", ".html", ".json", ".png"}
@@ -78,23 +71,16 @@ def test_what_is_drawn_from_the_file_is_what_was_drawn_from_the_runs(capsys):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_comparison_without_a_name():
+def test_a_comparison_without_a_name_is_drawn_beside_the_file_and_without_links_that_lead_nowhere():
     Path("first").mkdir()
     record(None).write(Path("first"))
     first = {path.name: path.read_bytes() for path in Path("first").iterdir()}
     assert set(first) == {"table.md", "study.html", "study.json", "loss.png", "gap.png", "noise.png"}
-    assert cli.main(["compare", "--from=first/study.json", "--output=again"]) == 0
-    assert {path.name: path.read_bytes() for path in Path("again").iterdir()} == first
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_it_is_drawn_beside_the_file_and_without_links_that_lead_nowhere():
-    record().write(Path())
     Path("there").mkdir()
-    Path("mine.json").rename("there/mine.json")
-    assert cli.main(["compare", "--from=there/mine.json"]) == 0
-    assert Path("there/mine.md").read_text() == Path("mine.md").read_text()
-    assert "href" not in Path("there/mine.html").read_text()
+    Path("first/study.json").rename("there/study.json")
+    assert cli.main(["compare", "--from=there/study.json"]) == 0
+    assert {path.name: path.read_bytes() for path in Path("there").iterdir()} == first
+    assert "href" not in Path("there/study.html").read_text()
 
 
 def test_what_is_kept_of_a_run():
@@ -105,10 +91,7 @@ def test_what_is_kept_of_a_run():
     assert run.phases == [(0, 300, "fqt"), (300, 400, "qaf")]
     assert run.machine == {"threads": 1, "torch": "2.13", "date": "2026-11-23"}
     assert "layers" not in record().as_json() and "/home/me" not in record().as_json()
-
-
-def test_what_is_not_finite_stays_so():
-    for value in (None, nan, inf):
+    for value in (None, nan, inf):  # stays not finite
         run = reduced(run_json(2.0) | {"metrics": {"val_loss": value}, "history": {"val_loss": [[1, value]]}})
         assert metric(run, "val_loss") != metric(run, "val_loss") and history(run, "val_loss")[0][1] != 0
         assert metric(run, "val_perplexity") is None
@@ -121,11 +104,6 @@ def test_long_histories_are_thinned_to_the_same_steps_and_keep_the_last():
     run["history"][RATIO] = run["history"][RATIO][-300:]  # of one that began later
     part = reduced(run).history[RATIO]
     assert len(part) > 100 and {step for step, _ in whole if step >= part[0][0]} <= {step for step, _ in part}
-
-
-def test_effects_keep_all_their_digits():
-    Path("mine.json").write_text(record().as_json())
-    assert read_record(Path("mine.json")).effects == record().effects
 
 
 @pytest.mark.parametrize(
@@ -182,11 +160,9 @@ def test_a_damaged_record_is_one_line(path, value, line, capsys):
 
 # --- the records of this project --------------------------------------------------------------------------------------
 
-
-def test_there_are_records():
-    assert RECORDS
-
-
+DOCS = Path(__file__).parents[3] / "docs" / "results"
+PAGES = [*DOCS.rglob("*.md")]
+SPARED = {"seeds", "perplexity", "spikes", "tokens/s", "peak memory", "bits", "source"}  # columns a page may leave out
 TABLE = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE)
 
 
@@ -216,7 +192,7 @@ def verdicts_in_words(table):
     return f"All {len(verdicts)} claims have *{usual}*{''.join(others)}" if verdicts and len(others) < 2 else ""
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+@each("path", sorted((DOCS / "studies").glob("*.json")))
 @pytest.mark.usefixtures("no_pictures")
 def test_a_page_of_the_results_has_the_table_of_a_record(path):
     record = read_record(path)

@@ -14,7 +14,7 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.lab.compare.command import _is_running, environment, runs_of
 from lightning_lowbit.cli.lab.compare.record import markdown
 from lightning_lowbit.cli.lab.compare.study import product
-from tests.cli.compare.results import result
+from tests.cli.compare.conftest import result
 from tests.launch import start, wait_for
 
 BASE = ["--config=quickstart", "--config=tiny.yaml"]
@@ -39,36 +39,27 @@ def test_runs_at_a_time_share_the_cores(monkeypatch):
 
 def test_plan_is_the_product():
     runs = make([["bf16", "nvfp4+qaf"], ["none", "adamw"]], ["1e-3", "3e-4"], [0, 7])
-    assert [run.row for run in runs[::2]] == [
-        f"{row},lr={rate}"
-        for row in ("bf16", "bf16+adamw", "nvfp4+qaf", "nvfp4+qaf+adamw")
-        for rate in ("1e-3", "3e-4")
-    ]
+    rows = ("bf16", "bf16+adamw", "nvfp4+qaf", "nvfp4+qaf+adamw")
+    assert [run.row for run in runs[::2]] == [f"{row},lr={rate}" for row in rows for rate in ("1e-3", "3e-4")]
     assert [run.seed for run in runs[:4]] == [0, 7, 0, 7]
     last = runs[-1]
     assert last.folder == Path("out/nvfp4+qaf+adamw,lr=3e-4/seed_7")
     config = yaml.safe_load(last.recipe)
-    assert config["seed_everything"] == 7
-    assert config["trainer"]["default_root_dir"] == str(last.folder)
-    assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.AdamW"
-    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 3e-4
+    assert (config["seed_everything"], config["trainer"]["default_root_dir"]) == (7, str(last.folder))
+    optimizer = config["model"]["init_args"]["optimizer"]
+    assert (optimizer["class_path"], optimizer["init_args"]["lr"]) == ("torch.optim.AdamW", 3e-4)
     names = [callback["class_path"] for callback in config["trainer"]["callbacks"]]
-    assert names.count("lightning_lowbit.QAFSwitch") == 1, "the same callback twice"
-    assert names.count("lightning_lowbit.RunReport") == 1
+    assert names.count("lightning_lowbit.QAFSwitch") == names.count("lightning_lowbit.RunReport") == 1
     assert [run.row for run in make()] == ["base"]
 
 
-def test_a_recipe_without_a_report_gets_one():
-    Path("plain.yaml").write_text("trainer: {max_steps: 1}")
-    (run,) = make(base=("plain.yaml",))
-    assert yaml.safe_load(run.recipe)["trainer"]["callbacks"] == [{"class_path": "lightning_lowbit.RunReport"}]
-
-
-@pytest.mark.parametrize("callbacks", ["lightning_lowbit.callbacks.RunReport", {"class_path": "RunReport"}])
-def test_a_recipe_with_a_report_gets_no_other(callbacks):
-    Path("plain.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
-    (run,) = make(base=("plain.yaml",))
-    assert "lightning_lowbit.RunReport" not in run.recipe
+def test_each_recipe_has_one_report():
+    ours = {"class_path": "lightning_lowbit.RunReport"}
+    there = "lightning_lowbit.callbacks.RunReport", {"class_path": "RunReport"}
+    for callbacks, expected in ((None, [ours]), ("mine.Other", ["mine.Other", ours]), *zip(there, there, strict=True)):
+        Path("plain.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+        (run,) = make(base=("plain.yaml",))
+        assert yaml.safe_load(run.recipe)["trainer"]["callbacks"] == expected
 
 
 @pytest.mark.slow
@@ -151,9 +142,8 @@ def test_runs_once_and_tabulates(capsys):
     assert header == ["run", "seeds", "loss", "perplexity", *gap, "spikes", "tokens/s", "peak memory", "bits"]
     assert bf16[:2] == ["bf16", "2"] and bf16[4] == "baseline" and bf16[-1] == "16.00 ± 0.00"
     assert nvfp4[:2] == ["nvfp4", "2"] and nvfp4[4][0] in "+-" and 4.5 < float(nvfp4[-1].split()[0]) < 16
-    assert {path.name for path in Path("runs/compare").glob("*.png")} == {"loss.png", "gap.png"}
-    for picture in ("loss.png", "gap.png"):
-        assert Path("runs/compare", picture).read_bytes().startswith(b"\x89PNG")
+    pictures = {path.name: path.read_bytes()[:4] for path in Path("runs/compare").glob("*.png")}
+    assert pictures == dict.fromkeys(("loss.png", "gap.png"), b"\x89PNG")
     times = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("run.json")}
     assert len(times) == 4
     assert compare("--vary=bf16,nvfp4", "--seeds=1,0") == 0, "a study may grow and change its order"
@@ -172,8 +162,6 @@ def test_a_run_that_fails_is_said_and_the_others_go_on(capsys):
     assert "There is no network 'nonsense'" in Path("runs/compare/broken/seed_0/log.txt").read_text()
     assert "| broken | 0 |" in captured.out and "| bf16 | 1 |" in captured.out
 
-
-# --- kill and Ctrl-C --------------------------------------------------------------------------------------------------
 
 STUDY = ["--vary=bf16,nvfp4", "--trainer.max_steps=60", "--trainer.callbacks.init_args.every_n_train_steps=2"]
 
@@ -202,14 +190,19 @@ def test_killed_half_way_and_restarted_it_keeps_what_is_finished(capsys):
     assert len(list(Path("runs/compare/nvfp4").rglob("run.json"))) == 1, "the run left over was run twice"
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
+def interrupt(row, number, status):
+    """Sends a signal while a row is running."""
     process = begin()
-    written("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
-    os.kill(process.pid, signal.SIGINT)
+    written(f"{row}/seed_0/*/checkpoints/last.ckpt", process)
+    os.kill(process.pid, number)
     process.join(60)
     output = Path("log.txt").read_text()
-    assert process.exitcode == 130 and "Traceback" not in output, output
+    assert process.exitcode == status and "Traceback" not in output, output
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
+    interrupt("nvfp4", signal.SIGINT, status=130)
     (interrupted,) = Path("runs/compare").glob("nvfp4/seed_0/*/checkpoints/interrupted.ckpt")
     step = torch.load(interrupted, weights_only=True)["global_step"]
     assert 0 < step < 60, "the machine was so fast that nothing was interrupted"
@@ -220,19 +213,11 @@ def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
 
 @pytest.mark.slow
 def test_sigterm_reaches_the_runs_and_ends_with_143():
-    process = begin()
-    written("bf16/seed_0/*/checkpoints/last.ckpt", process)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
-    output = Path("log.txt").read_text()
-    assert process.exitcode == 143 and "Traceback" not in output, output
+    interrupt("bf16", signal.SIGTERM, status=143)
     assert list(Path("runs/compare").glob("bf16/seed_0/*/checkpoints/interrupted.ckpt")), "the run has not saved"
     (run, _) = make([["bf16", "nvfp4"]], base=("quickstart", "tiny.yaml"))
     assert not _is_running(replace(run, folder=Path("runs/compare/bf16/seed_0"))), "the run goes on alone"
     assert not Path("runs/compare/nvfp4/seed_0/version_0").exists(), "another run has begun"
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def measured(val_loss, losses=()):
@@ -242,21 +227,14 @@ def measured(val_loss, losses=()):
 
 
 def test_table_pairs_gaps_by_seed():
-    results = {
-        "a": {0: measured(1.0), 1: measured(2.0)},
-        "b": {0: measured(1.1), 1: measured(2.3), 2: measured(9.0)},
-        "c": {},
-    }
-    *_, b, c = markdown(results, "a").splitlines()
+    a = {0: measured(1.0), 1: measured(2.0)}
+    b = {0: measured(1.1), 1: measured(2.3), 2: measured(9.0)}
+    unknown = {0: result(1.0, metrics={"loss": 1.0})}
+    *_, b, c, unknown = markdown({"a": a, "b": b, "c": {}, "unknown": unknown}, "a").splitlines()
     assert "| +0.2000 | -1.0706 to +1.4706 (df 1) |" in b, "seed 2 has no baseline"
     assert "| b | 3 | 4.1333 ± 4.2572 | 2.000 ± 0.000 |" in b
     assert "| 200 ± 0 | 1.00 GiB | 4.50 ± 0.00 |" in b
-    assert c == "| c | 0 |  |  |  |  |  |  |  |  |"
-
-
-def test_what_was_not_logged_is_blank():
-    unknown = result(1.0, metrics={"loss": 1.0})
-    assert markdown({"a": {0: unknown}}, "a").splitlines()[-1].startswith("| a | 1 |  |  | baseline |")
+    assert c == "| c | 0 |  |  |  |  |  |  |  |  |" and unknown.startswith("| unknown | 1 |  |  |  |  |")
 
 
 def test_other_validation_metrics_have_columns():

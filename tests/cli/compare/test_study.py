@@ -1,6 +1,7 @@
 """``lowbit compare --study``: what a study says, and what two of them share."""
 
 import fcntl
+import re
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,8 @@ def test_rows_and_seeds():
     assert [(row.name, row.seeds) for row in study.rows] == [("nearest", [0, 5, 6]), ("bf16", [0]), ("both", [0])]
     assert [row.seeds for row in read_study("mine.yaml", [3, 4]).rows] == [[3, 4]] * 3
     nearest, bf16, both = (row.config for row in study.rows)
-    assert nearest["trainer"]["plugins"]["init_args"] == {
-        "casts": {"preset": "nvfp4", "every": {"rounding": "nearest"}},
-        "skip": ["lm_head"],
-    }
+    casts = {"preset": "nvfp4", "every": {"rounding": "nearest"}}
+    assert nearest["trainer"]["plugins"]["init_args"] == {"casts": casts, "skip": ["lm_head"]}
     assert bf16["trainer"]["plugins"]["init_args"]["casts"] == "bf16"
     optimizer = both["model"]["init_args"]["optimizer"]
     assert (optimizer["class_path"], optimizer["init_args"]["lr"]) == ("torch.optim.AdamW", 0.5)
@@ -52,9 +51,8 @@ def test_dry_run_says_what_would_run(capsys):
     assert compare("--study=mine.yaml", "--dry_run") == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "5 runs in runs/studies, 0 of them finished."
-    assert [line.strip() for line in others] == [
-        *("nearest, seed 0", "nearest, seed 5", "nearest, seed 6", "bf16, seed 0", "both, seed 0")
-    ]
+    runs = [line.strip().replace(", seed ", " ") for line in others]
+    assert runs == ["nearest 0", "nearest 5", "nearest 6", "bf16 0", "both 0"]
     assert compare("--study=mine.yaml", "--dry_run", "--seeds=7", "--output=here") == 0
     assert "3 runs in here, 0 of them finished." in capsys.readouterr().out
     assert not Path("runs").exists() and not Path("here").exists()
@@ -63,8 +61,7 @@ def test_dry_run_says_what_would_run(capsys):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--study=scale_format"], "--study scale_format: no such file"),
-        (["--study=scale_format"], "Did you mean 'scale_formats'"),
+        (["--study=scale_format"], "--study scale_format: no such file, and no recipe, overlay or study of this name."),
         (["--study="], "--study of a study; see `lowbit ls`"),
         (["--study=bf16"], "is no study, since it has no rows"),
         (["--study=mine.yaml", "--config=quickstart"], "leave out --config,"),
@@ -73,8 +70,11 @@ def test_dry_run_says_what_would_run(capsys):
         (["--study=mine.yaml", "--pilot"], "study 'mine' has none: write effects"),
         (["--config=quickstart", "--pilot"], "--pilot needs the expected effects of a study: give one with --study"),
         (["--study=mine.yaml", "--baseline=bf17"], "there is no row 'bf17'. Did you mean 'bf16'?"),
-        (["--config=quickstart", "--vary=bf16,missing.yaml"], "Row 'missing': No module named 'no_such_package'"),
-        (["--config=quickstart", "--vary=bf16,missing.yaml"], "install its package (no-such-package), or"),
+        (
+            ["--config=quickstart", "--vary=bf16,missing.yaml"],
+            "Row 'missing': No module named 'no_such_package', which the configuration names: install its package "
+            "(no-such-package), or",
+        ),
         (["--config=quickstart", "--vary=bf16,scale_formats"], "use `lowbit compare --study scale_formats`"),
     ],
 )
@@ -128,11 +128,6 @@ def test_mistakes_in_the_file(changes, line, capsys):
     assert not Path("runs").exists()
 
 
-def test_fit_refuses_a_study(capsys):
-    assert cli.main(["fit", "--config=scale_formats"]) == 2
-    assert "use `lowbit compare --study scale_formats`" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_studies_share_their_runs_and_one_that_diverges_is_shown(capsys):
     nowhere = {"model": {"init_args": {"config": {"rms_norm_eps": -1.0}}}}  # the root of a negative number
@@ -144,14 +139,10 @@ def test_studies_share_their_runs_and_one_that_diverges_is_shown(capsys):
     assert "| wild | 1 | nan |" in capsys.readouterr().out
     assert compare("--study=second.yaml") == 0
     assert "2 runs in runs/studies, 2 of them finished." in capsys.readouterr().out
-    assert [line.split("|")[1].strip() for line in Path("runs/studies/second.md").read_text().splitlines()[2:]] == [
-        *("wild", "bf16")
-    ]
-    for name in ("first", "second"):
-        for picture in ("loss", "gap"):
-            assert Path(f"runs/studies/{name}_{picture}.png").read_bytes().startswith(b"\x89PNG")
-    changed = MINE.replace("bf16: bf16", "bf16: [bf16, adamw]")
-    Path("third.yaml").write_text(changed)
+    assert re.findall(r"^\| (wild|bf16) ", Path("runs/studies/second.md").read_text(), re.MULTILINE) == ["wild", "bf16"]
+    pictures = {path.name for path in Path("runs/studies").glob("*.png")}
+    assert pictures == {f"{name}_{kind}.png" for name in ("first", "second") for kind in ("loss", "gap")}
+    Path("third.yaml").write_text(MINE.replace("bf16: bf16", "bf16: [bf16, adamw]"))
     assert compare("--study=third.yaml") == 2
     assert "bf16/seed_0 holds a run of another configuration" in capsys.readouterr().err
     assert not Path("runs/studies/nearest").exists(), "it wrote before it refused"

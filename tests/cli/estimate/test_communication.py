@@ -27,8 +27,8 @@ from tests.pairwise import selected
 from tests.tables import each
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_flops_of_linear_layers_are_those_that_torch_counts(checkpointing):
+@each("checkpointing", [False, True])
+def test_flops_are_those_that_torch_counts_of_linear_layers_and_the_coverage_of_all(checkpointing):
     module = CausalLM(config=SMALL, gradient_checkpointing=checkpointing)
     with FlopCounterMode(display=False) as counter:
         loss_of(module, enabled=False).backward()
@@ -37,13 +37,7 @@ def test_flops_of_linear_layers_are_those_that_torch_counts(checkpointing):
     left_out = 2 * 2 * BATCH.tokens * 64 * 176 if checkpointing else 0  # down projections, which end their blocks
     linear = sum(count for op, count in counted.items() if str(op) in ("aten.mm", "aten.addmm"))
     assert estimated["fp32"] == linear + left_out
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_flops_of_attention_and_converted_layers(checkpointing):
-    module = CausalLM(config=SMALL, gradient_checkpointing=checkpointing)
-    convert(module, "fp8-current", skip=["lm_head"])
-    with GemmCounter(module) as counter:
+    with GemmCounter(convert(module, "fp8-current", skip=["lm_head"])) as counter:
         loss_of(module).backward()
     estimated = flops(shapes(gradient_checkpointing=checkpointing), BATCH, Layout())
     assert counter.coverage().flops == estimated["bf16"] + estimated["attention"]
@@ -72,37 +66,36 @@ def ranks(request, tmp_path_factory):
     return launch("tests.cli.ranks_estimate", ranks_estimate.RANKS, folder, *selected(request, "name"))
 
 
-@pytest.mark.fast("ddp stored", "fsdp bf16", "fsdp casts")
-@pytest.mark.parametrize("name", ["ddp stored", "fsdp stored", "fsdp bf16", "fsdp casts", "fsdp casts+bf16"])
+NAMES = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
+
+
+@pytest.mark.fast("ddp stored", "fsdp bf16", "fsdp casts", "tensor parallel", "tensor parallel again")
+@pytest.mark.parametrize(
+    "name",
+    ["ddp stored", "fsdp stored", "fsdp bf16", "fsdp casts", "fsdp casts+bf16", "tensor parallel"]
+    + ["tensor parallel again"],
+)
 def test_two_processes_send_and_keep_what_is_estimated(ranks, name):
     """Bytes of all collectives of a step with two micro-batches, and memory of the first rank, exactly."""
-    strategy, gather = name.split()
-    seen, layout = ranks[0][name], Layout(2, strategy, gather=gather)
+    strategy, gather, *again = name.split()
     batch = Batch(ranks_estimate.SEQUENCES, ranks_estimate.LENGTH, ranks_estimate.MICRO_BATCHES)
-    plugin = FP8Precision("current", skip=["lm_head"]) if "casts" in gather else None
-    model = shapes(plugin=plugin, config=ranks_estimate.TINY)
-    names = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
+    if strategy == "tensor":
+        layout, names = Layout(2, "fsdp", 2), {"all_reduce": "all_reduce"}  # of DTensors
+        model = shapes(config=ranks_estimate.EVEN, gradient_checkpointing=bool(again))
+    else:
+        layout, names = Layout(2, strategy, gather=gather), NAMES
+        plugin = FP8Precision("current", skip=["lm_head"]) if "casts" in gather else None
+        model = shapes(plugin=plugin, config=ranks_estimate.TINY)
+    seen = ranks[0][name]
     sent = {names[each.name]: each.payload for each in communication(model, batch, layout)}
     assert seen["sent"] == sent == ranks[1][name]["sent"]
-    found = memory(model, batch, layout)
-    # What FSDP gathers in bf16 it frees itself; else copies in bf16 of the whole model stay.
-    copied = ["weights to compute with"] if "bf16" not in gather else []
+    estimated = memory(model, batch, layout)
+    # What FSDP gathers in bf16 it frees itself; else copies in bf16 of the whole model stay. Blocks that compute again
+    # have copies one at a time, when the forward pass is over.
+    assert ("weights to compute with" in estimated) == ("bf16" not in gather)
+    copied = ["weights to compute with"] if "bf16" not in gather and not again else []
     kept = ["parameters", "gradients", "optimizer state", *copied]
-    assert {what: seen[what] for what in kept} == {what: found[what] for what in kept}
-    assert ("weights to compute with" in found) == bool(copied)
-
-
-@pytest.mark.parametrize("name", ["tensor parallel", "tensor parallel, again"])
-def test_two_tensor_parallel_processes_send_and_keep_what_is_estimated(ranks, name):
-    seen, layout = ranks[0][name], Layout(2, "fsdp", 2)
-    batch = Batch(ranks_estimate.SEQUENCES, ranks_estimate.LENGTH, ranks_estimate.MICRO_BATCHES)
-    model = shapes(config=ranks_estimate.EVEN, gradient_checkpointing="again" in name)
-    (reduced,) = communication(model, batch, layout)
-    assert seen["sent"] == {reduced.name: reduced.payload} == ranks[1][name]["sent"]
-    found = memory(model, batch, layout)
-    # Checkpointed blocks have copies of weights one at a time, when the forward pass is over.
-    kept = ["parameters", "gradients", "optimizer state", *([] if model.checkpointing else ["weights to compute with"])]
-    assert {what: seen[what] for what in kept} == {what: found[what] for what in kept}
+    assert {what: seen[what] for what in kept} == {what: estimated[what] for what in kept}
 
 
 WIDER = {**SMALL, "intermediate_size": 192}  # shards of whole tiles
@@ -134,13 +127,13 @@ def test_weights_that_cannot_be_gathered_as_casts_quantize_them():
     casts, stored = (Layout(4, "fsdp", gather=gather) for gather in ("casts", "stored"))
     eight, eight_stored = (Layout(8, "fsdp", gather=gather) for gather in ("casts", "stored"))
     for refused in (
-        lambda: payload("nvfp4", casts),  # the backward pass takes another operand
-        lambda: payload("bf16", casts),
-        lambda: payload("nvfp4-nvidia", eight),  # 64 and 176 rows in shards of 8 and 22, and tiles of 16
-        lambda: payload("nvfp4-nvidia", Layout(4, "fsdp", 2, "casts")),
+        ("nvfp4", casts),  # the backward pass takes another operand
+        ("bf16", casts),
+        ("nvfp4-nvidia", eight),  # 64 and 176 rows in shards of 8 and 22, and tiles of 16
+        ("nvfp4-nvidia", Layout(4, "fsdp", 2, "casts")),
     ):
         with pytest.raises(ValueError, match="No weight can be gathered as its casts quantize it"):
-            refused()
+            payload(*refused)
     some = payload("nvfp4", casts, {"down_proj": "fp8-current"})
     assert payload("nvfp4", stored) - some == 2 * 2 * 3 * 64 * 176, "24 bits of down projections, in both passes"
     saved = [payload("nvfp4-nvidia", each, hidden_size=128) for each in (eight_stored, eight)]
@@ -149,15 +142,10 @@ def test_weights_that_cannot_be_gathered_as_casts_quantize_them():
 
 
 def test_tensor_parallelism():
-    """A half of the matrices in blocks; all-reduces of activations, some of them again if they are computed again."""
     model, layout = shapes(), Layout(2, "fsdp", 2)
     matrices = 2 * (4 * 64 * 64 + 3 * 64 * 176)
     found, whole = memory(model, BATCH, layout), memory(model, BATCH, Layout())
     assert whole["parameters"] - found["parameters"] == matrices * 4 // 2
-    (sent,) = communication(model, BATCH, layout)
-    assert (sent.name, sent.payload) == ("all_reduce", 2 * BATCH.tokens * 64 * (2 * 2 + 5 * 4))
-    (again,) = communication(shapes(gradient_checkpointing=True), BATCH, layout)
-    assert again.payload == 2 * BATCH.tokens * 64 * (3 * 2 + 5 * 4)
     (_, _, bf16) = communication(model, BATCH, Layout(4, "fsdp", 2, "bf16"))
     assert bf16.payload == 2 * BATCH.tokens * 64 * (2 * 2 + 5 * 2)
     halves = flops(model, BATCH, layout)
@@ -168,17 +156,12 @@ def test_tensor_parallelism():
 
 
 def test_a_ring():
-    def sent(name, ranks):
-        return Collective(name, "gradients", 100, ranks).sent
-
-    assert (sent("all_reduce", 1), sent("all_reduce", 2), sent("all_gather", 4)) == (0, 100, 75)
-    h100 = DEVICES["h100"]
-    bandwidths = [Collective("all_gather", "", 1, ranks, stride).bandwidth(h100, 8) for ranks, stride in RINGS]
+    rings = ("all_reduce", 1), ("all_reduce", 2), ("all_gather", 4)
+    assert [Collective(name, "gradients", 100, ranks).sent for name, ranks in rings] == [0, 100, 75]
+    # Within a node, both ways; eight devices of each node, with a network card each; one device of each node.
+    rings = (8, 1), (2, 4), (16, 1), (16, 8)
+    bandwidths = [Collective("all_gather", "", 1, *ring).bandwidth(DEVICES["h100"], 8) for ring in rings]
     assert bandwidths == [450e9, 450e9, 400e9, 50e9]
-
-
-# Within a node, both ways; eight devices of each node, with a network card each; one device of each node.
-RINGS = [(8, 1), (2, 4), (16, 1), (16, 8)]
 
 
 def test_times_by_hand():
@@ -193,9 +176,7 @@ def test_times_by_hand():
     assert h100.data_parallel == pytest.approx(4e6 / 450e9 * 4)
     assert h100.hidden == max(sum(h100.gemms.values()), h100.data_parallel)
     assert h100.exposed == sum(h100.gemms.values()) + h100.data_parallel
-
-
-def test_the_longer_of_launches_and_gemms_counts():
+    # The longer of launches and GEMMs counts.
     model = Model([Weight((100, 100))], [Linear("one", 100, 100, dict.fromkeys(GEMMS, "fp4"), operations=23)], None)
     spent = times(model, Batch(1, 500, micro_batches=2), Layout(), DEVICES["b200"], Assumptions(launch=1e-5))
     assert spent.launches == pytest.approx(2 * 23 * 1e-5)

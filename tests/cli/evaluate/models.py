@@ -1,38 +1,21 @@
 """Models that are evaluated, and tasks."""
 
 import json
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightning_imports import LightningModule, quiet_trainer
+from tests.lightning_imports import quiet_trainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
 
 
-class Plain(LightningModule):
-    """Two layers, which are no language model."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(batch.float()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def train(module, data, casts, file):
+def train(module, file, data=None, casts="int4", skip=()):
     """A checkpoint of a module that was trained for a few steps."""
-    trainer = quiet_trainer(LowBitPrecision(casts, skip=["lm_head|1"]), max_steps=4, limit_val_batches=0)
+    trainer = quiet_trainer(LowBitPrecision(casts, skip=skip), max_steps=4, limit_val_batches=0)
     trainer.fit(module, data)
     trainer.save_checkpoint(file, weights_only=False)
     return file
@@ -43,7 +26,7 @@ def language_model(casts, folder, tokenizer="bytes"):
     (folder / "text.txt").write_text(TEXT * 80)
     data = TextDataModule(str(folder / "text.txt"), tokenizer=tokenizer, sequence_length=32, batch_size=4)
     config = {**SIZES, "max_position_embeddings": 64}
-    return train(CausalLM(config=config, optimizer=big_steps), data, casts, folder / "last.ckpt")
+    return train(CausalLM(config=config, optimizer=big_steps), folder / "last.ckpt", data, casts, skip=["lm_head"])
 
 
 def big_steps(parameters):
@@ -56,32 +39,29 @@ QUESTIONS = [
     {"start": "class", "ends": [" A:\n    pass", " \n\n\n"], "answer": 0},
 ]
 TEXTS = [TEXT[:40], "x", "é = 1\n"]
-COMMON = {"dataset_path": "json", "test_split": "test", "target_delimiter": ""}
-CHOICE = {
-    **COMMON,
-    "task": "own_choice",
-    "output_type": "multiple_choice",
-    "num_fewshot": 0,  # which --num_fewshot does not change
-    "doc_to_text": "{{start}}",
-    "doc_to_choice": "{{ends}}",
-    "doc_to_target": "{{answer}}",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
-ENDING = {
-    **COMMON,
-    "task": "own_ending",
-    "output_type": "loglikelihood",
-    "doc_to_text": "{{start}}",
-    "doc_to_target": "{{ends[answer]}}",
-    "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
-}
-ROLLING = {
-    **COMMON,
-    "task": "own_text",
-    "output_type": "loglikelihood_rolling",
-    "doc_to_text": "",
-    "doc_to_target": "{{text}}",
-    "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+
+
+def task(kind, metric, start, end, **others):
+    """A task of the harness, in an order of its keys that the harness does not care for."""
+    aggregated = {"metric": metric, "aggregation": others.pop("by", metric), "higher_is_better": metric == "acc"}
+    return {
+        "dataset_path": "json",
+        "test_split": "test",
+        "target_delimiter": "",
+        "output_type": kind,
+        "doc_to_text": start,
+        "doc_to_target": end,
+        "metric_list": [aggregated],
+        **others,
+    }
+
+
+TASKS = {  # the first has a number of examples that --num_fewshot does not change
+    "own_choice": task(
+        "multiple_choice", "acc", "{{start}}", "{{answer}}", doc_to_choice="{{ends}}", by="mean", num_fewshot=0
+    ),
+    "own_ending": task("loglikelihood", "perplexity", "{{start}}", "{{ends[answer]}}"),
+    "own_text": task("loglikelihood_rolling", "bits_per_byte", "", "{{text}}"),
 }
 
 
@@ -90,7 +70,7 @@ def write_tasks(folder):
     rows = {"questions": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
     for name, each in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
-    for task in (CHOICE, ENDING, ROLLING):
-        data = folder / ("texts.jsonl" if task is ROLLING else "questions.jsonl")
-        own = {**task, "dataset_kwargs": {"data_files": {"test": str(data)}}}
-        Path(folder, f"{task['task']}.yaml").write_text(json.dumps(own))
+    for name, content in TASKS.items():
+        data = str(folder / ("texts.jsonl" if name == "own_text" else "questions.jsonl"))
+        own = {"task": name, **content, "dataset_kwargs": {"data_files": {"test": data}}}
+        (folder / f"{name}.yaml").write_text(json.dumps(own))

@@ -13,8 +13,10 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.evaluate import command, options
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.packages import install_extra, is_installed
-from tests.cli.evaluate.models import SIZES, Plain, language_model, train
+from tests.cli.evaluate.models import SIZES, language_model, train
+from tests.lightning_imports import BoringModel
 from tests.recipes.test_tokenizers import save_tokenizer
+from tests.tables import each
 
 CPU = torch.device("cpu")
 
@@ -35,29 +37,28 @@ def load(path, tokenizer=None, module=None):
     return command.load(path, tokenizer, module, CPU)
 
 
-def test_a_checkpoint_has_the_tokenizer_of_its_data(checkpoint):
+def test_a_checkpoint_has_the_tokenizer_of_its_data_or_another(checkpoint, tmp_path):
     loaded = load(checkpoint)
     assert loaded.tokenizer("é")["input_ids"] == [0xC3, 0xA9]
     assert loaded.about == "as trained until step 4: int4 in 7 layers, phase fqt"
     assert loaded.as_trained == {"add_bos_token": False, "prefix_token_id": 0}
     assert not loaded.model.training
-
-
-def test_another_tokenizer_is_taken_where_it_is_given(checkpoint, tmp_path):
     loaded = load(checkpoint, save_tokenizer(tmp_path / "tokenizer"))
     assert loaded.as_trained["prefix_token_id"] == loaded.tokenizer.eos_token_id == 1
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(checkpoint, tmp_path):
-    name = save_tokenizer(tmp_path / "tokenizer", "".join(map(chr, range(33, 300))))
+    name = save_tokenizer(tmp_path / "large", "".join(map(chr, range(33, 300))))
     with pytest.raises(ValueError, match="has ids up to 270, and the model takes 256. Give --tokenizer that of the tr"):
         load(checkpoint, name)
 
 
-def test_a_folder_is_loaded_as_it_is(folder):
+def test_a_folder_is_loaded_as_it_is_if_it_is_whole(folder):
     loaded = load(folder)
     assert loaded.about == "in bfloat16, not quantized"
     assert (loaded.model.dtype, loaded.tokenizer.eos_token_id, loaded.as_trained) == (torch.bfloat16, 0, {})
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="llama lacks model.norm.weight, which transformers would draw at random"):
+        load(folder)
 
 
 def test_nothing_to_evaluate_is_told_with_what_is_possible(tmp_path):
@@ -73,12 +74,11 @@ def test_nothing_to_evaluate_is_told_with_what_is_possible(tmp_path):
 
 
 def test_models_without_logits_are_refused(tmp_path):
-    data = torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=4)
-    file = train(Plain(), data, "int4", tmp_path / "plain.ckpt")
+    file = train(BoringModel(), tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match="--module package.module.Class"):
         load(file)
-    with pytest.raises(ValueError, match="holds a Plain, which gives no logits of a next token"):
-        load(file, module="tests.cli.evaluate.models.Plain")
+    with pytest.raises(ValueError, match="holds a BoringModel, which gives no logits of a next token"):
+        load(file, module=f"{BoringModel.__module__}.BoringModel")
     LlamaForSequenceClassification(LlamaConfig(**SIZES, vocab_size=256)).save_pretrained(tmp_path / "classes")
     with pytest.raises(ValueError, match="holds a LlamaForSequenceClassification, which gives no logits"):
         load(tmp_path / "classes")
@@ -97,16 +97,8 @@ def test_a_tokenizer_that_is_not_known_is_asked_for(checkpoint, folder, tmp_path
         load(folder)
 
 
-def test_a_folder_without_some_weights_is_refused(folder):
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="llama lacks model.norm.weight, which transformers would draw at random"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("method", "message"),
+@each(
+    "method, message",
     [
         ("compressed-tensors", "takes a package to load: pip install .compressed-tensors>="),
         ("modelopt", "is quantized by 'modelopt', which transformers does not load. Evaluate it in the engine"),
@@ -120,16 +112,10 @@ def test_folders_that_would_load_without_their_quantization_are_refused(folder, 
         load(folder)
 
 
-def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    Path("last.ckpt").touch()
-    assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag"]) == 2
-    assert f": {install_extra('lm_eval')}." in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
+        ([], f": {install_extra('lm_eval')}."),
         (["--limit", "0"], "--limit is a number of documents, above 0; got 0.0."),
         (["--limit", "2.5"], "--limit is a whole number of documents, or a share below 1; got 2.5."),
         (["--batch_size", "many"], "--batch_size is auto or a number of requests, 1 or more; got 'many'."),
@@ -137,7 +123,8 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
         (["--output", "results.txt"], "--output is the name of a file such as results.json; got 'results.txt'."),
     ],
 )
-def test_options_are_checked_first(options, message, capsys):
+def test_options_are_checked_before_the_harness_is_missing(options, message, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     Path("last.ckpt").touch()
     assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag", *options]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

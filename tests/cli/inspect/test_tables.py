@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lightning_lowbit import Cast, FP4Precision, Scale, convert
 from lightning_lowbit.cli.lab.inspect import command
+from lightning_lowbit.cli.lab.inspect.options import cast_items
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
@@ -57,7 +58,6 @@ def test_weights_have_the_names_of_layers(capsys):
 
 
 def test_checkpoint_of_low_bit_training(capsys):
-    """A converted layer has plain weights, so a checkpoint of FP4 training is one like any other."""
     model = Model()
     trainer = quiet_trainer(FP4Precision("nvfp4"), max_steps=2)
     trainer.fit(model)
@@ -81,8 +81,7 @@ def test_the_last_row_is_a_mean_over_elements(capsys):
     state = {"a.weight": torch.randn(2, 16), "b.weight": 100 * torch.randn(6, 32), "zero": torch.zeros(4, 8)}
     torch.save(state, "weights.pt")
     assert inspect("weights.pt", "--casts", "mxfp4") == 0
-    rows = table(capsys)
-    sizes = {"a": 32, "b": 192, "zero": 32}
+    rows, sizes = table(capsys), {"a": 32, "b": 192, "zero": 32}
     for column in ("relative MSE", "underflow %", "saturation %", "bias %"):
         expected = sum(size * float(rows[name, "mxfp4"][column]) for name, size in sizes.items()) / 256
         assert float(rows["mean of 3", "mxfp4"][column]) == pytest.approx(expected, rel=0.01, abs=0.01)
@@ -92,21 +91,17 @@ def test_the_last_row_is_a_mean_over_elements(capsys):
     assert is_png("weights_casts.png")
 
 
-def test_the_means_have_a_header_of_their_own(capsys):
-    """Of many weights the one on top has scrolled away."""
-    torch.save(llama().state_dict(), "it.ckpt")
-    assert inspect("it.ckpt", "--casts", "nvfp4,mxfp4") == 0
-    *_, blank, header, first, second, _, picture = capsys.readouterr().out.splitlines()
-    assert (blank, header.split()[:2], picture.split()[0]) == ("", ["weight", "shape"], "Picture:")
-    assert [first.split()[0], second.split()[0]] == ["mean", "mean"]
-
-
-def test_what_is_no_weight_is_passed_over(capsys):
-    """Beside a matrix: 0-d, objects of other kinds, keys that are no text."""
+def test_what_is_no_weight_is_passed_over_and_the_means_have_a_header_of_their_own(capsys):
+    """Beside a matrix: 0-d, objects of other kinds, keys that are no text; stacks of matrices are named."""
     state = {"x.weight": torch.randn(16, 32), "x.bias": torch.tensor(1.0), "y.weight": torch.randn(2, 16)}
-    torch.save(state | {"y.bias": 3, 7: torch.ones(2, 2), None: 1, ("a", 1): {}}, "it.ckpt")
-    assert inspect("it.ckpt", "--casts", "nvfp4") == 0
-    assert {name for name, _ in table(capsys)} == {"x", "y", "mean of 2"}
+    state |= {"y.bias": 3, 7: torch.ones(2, 2), None: 1, ("a", 1): {}, "0.weight": torch.ones(16, 3, 3, 3)}
+    torch.save(state, "it.ckpt")
+    assert inspect("it.ckpt", "--casts", "nvfp4,mxfp4") == 0
+    left_out, *_, x, _, y, _, blank, header, first, second, _, picture = capsys.readouterr().out.splitlines()
+    assert left_out == "Left out, because they are no matrices: 0 (convolutions, stacks of experts)."
+    assert (blank, header.split()[:2], picture.split()[0]) == ("", ["weight", "shape"], "Picture:")
+    assert [line.split()[0] for line in (x, y, first, second)] == ["x", "y", "mean", "mean"]
+    assert "mean of 2 " in first
 
 
 def test_folders_of_transformers(capsys):
@@ -130,46 +125,36 @@ def test_folders_of_transformers(capsys):
     assert is_png("new/folder/a.png")
 
 
-@each("preset", WITH_WEIGHTS)
-def test_slices_make_no_difference(preset):
-    casts = LinearCasts.preset(preset)
-    (candidate,) = command.parse_casts(preset)
+SCALES = [Scale("fp32", "tensor"), Scale("fp32", "tensor", statistic="minmax"), Scale("fp32", "row")]
+SCALES += [Scale("fp32", "row", statistic="absmean"), Scale("e4m3", (32, 16))]
+
+
+@each("candidate", command.parse_casts(WITH_WEIGHTS) + [command.Candidate("it", Cast("int4", s)) for s in SCALES])
+def test_slices_make_no_difference(candidate):
     weight = torch.randn(70, 96) * torch.randn(70, 1).exp()
     whole = weight.bfloat16()
-    if "fprop" in casts.hadamard:
-        whole = rotate(whole, casts.hadamard["fprop"].diagonal(None, whole.device), 1)
-    expected = cast_statistics(whole, casts.fprop_w, key=0).floats()
-    assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
-    assert command.measure(weight, candidate, 96 * 20).floats() == pytest.approx(expected, rel=1e-9)
+    if candidate.hadamard is not None:
+        whole = rotate(whole, candidate.hadamard.diagonal(None, whole.device), 1)
+    expected = pytest.approx(cast_statistics(whole, candidate.cast, key=0).floats(), rel=1e-9)
+    assert command.measure(weight, candidate).floats() == expected
+    assert command.measure(weight, candidate, 96 * 20).floats() == expected
 
 
-@each(
-    "scale",
-    [
-        Scale("fp32", "tensor"),
-        Scale("fp32", "tensor", statistic="minmax"),
-        Scale("fp32", "row", statistic="absmean"),
-        Scale("fp32", "row"),
-        Scale("e4m3", (32, 16)),
-    ],
-)
-def test_slices_make_no_difference_to_other_scales(scale):
-    weight, cast = torch.randn(70, 96) * torch.randn(70, 1).exp(), Cast("int4", scale)
-    found = command.measure(weight, command.Candidate("it", cast), 96 * 20).floats()
-    assert found == pytest.approx(cast_statistics(weight.bfloat16(), cast).floats(), rel=1e-9)
-
-
-def test_casts_are_presets_or_fields():
+def test_casts_are_presets_or_fields(capsys):
     text = "nvfp4,{element: int4, scale: {format: fp32, block: 128}}, {element: e2m1, scale: {block: [16, 16]}}, nvfp4"
-    found = command.parse_casts(text)
-    assert [candidate.label for candidate in found] == ["nvfp4", "int4/fp32:1x128", "e2m1/e4m3:16x16"]
-    assert [candidate.cast for candidate in found] == [
-        NVFP4,
-        Cast("int4", Scale("fp32", 128)),
-        Cast("e2m1", Scale("e4m3", (16, 16))),
-    ]
-    (ufp4,) = command.parse_casts("ufp4")
+    found = command.parse_casts(cast_items(text))
+    assert {candidate.label: candidate.cast for candidate in found} == {
+        "nvfp4": NVFP4,
+        "int4/fp32:1x128": Cast("int4", Scale("fp32", 128)),
+        "e2m1/e4m3:16x16": Cast("e2m1", Scale("e4m3", (16, 16))),
+    }
+    (ufp4,) = command.parse_casts(["ufp4"])
     assert ufp4.hadamard == LinearCasts.preset("ufp4").hadamard["fprop"]
+    torch.save({"up.weight": torch.randn(8, 32)}, "weights.pt")
+    changed = "{preset: nvfp4, every: {scale: {block: 8}}}"
+    assert inspect("weights.pt", "--casts", "nvfp4", "--casts", f"mxfp4, {changed}") == 0
+    casts = [cast for name, cast in table(capsys) if name == "up"]
+    assert casts == ["nvfp4", "mxfp4", "e2m1/e4m3:1x8+fp32"], "they may be repeated and change a preset"
 
 
 def test_only_matches_as_the_plugin_does(capsys):
@@ -188,19 +173,22 @@ def test_only_matches_as_the_plugin_does(capsys):
 
 
 def test_transposed_weights(capsys):
-    """GPT-2 stores [in, out]: blocks shall lie along in all the same."""
+    """GPT-2 stores [in, out]: blocks shall lie along in all the same; biases tell where that is not said."""
     shape = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
     model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **shape))
     torch.save(model.state_dict(), "gpt2.pt")
+    assert inspect("gpt2.pt", "--casts", "nvfp4") == 2
+    error = capsys.readouterr().err
+    assert "c_attn has 96 biases and the shape (32, 96)" in error and "--transposed 'c_attn|c_proj|c_fc'" in error
+    assert inspect("gpt2.pt", "--casts", "nvfp4", "--only", "wte") == 0
+    capsys.readouterr()
     assert inspect("gpt2.pt", "--casts", "nvfp4", "--transposed", "c_attn|c_proj|c_fc") == 0
     rows = table(capsys)
-    block = model.transformer.h[0]
-    weight = block.mlp.c_fc.weight.detach()
-    check_row(rows["transformer.h.0.mlp.c_fc", "nvfp4"], cast_statistics(weight.t().bfloat16(), NVFP4))
-    assert rows["transformer.h.0.mlp.c_fc", "nvfp4"]["shape"] == "32 x 128", "as it is stored"
-    check_row(
-        rows["transformer.wpe", "nvfp4"], cast_statistics(model.transformer.wpe.weight.detach().bfloat16(), NVFP4)
-    )
+    weight, place = model.transformer.h[0].mlp.c_fc.weight.detach(), model.transformer.wpe.weight.detach()
+    row = rows["transformer.h.0.mlp.c_fc", "nvfp4"]
+    check_row(row, cast_statistics(weight.t().bfloat16(), NVFP4))
+    assert row["shape"] == "32 x 128", "as it is stored"
+    check_row(rows["transformer.wpe", "nvfp4"], cast_statistics(place.bfloat16(), NVFP4))
     different = cast_statistics(weight.t().bfloat16(), NVFP4).sqnr - cast_statistics(weight.bfloat16(), NVFP4).sqnr
     assert abs(different) > 0.01, "this weight cannot tell"
 
@@ -225,9 +213,3 @@ def test_weights_that_are_not_finite(capsys):
     torch.save({"bad": bad}, "a.pt")
     assert inspect("a.pt", "--casts", "mxfp4") == 2
     assert "Every weight holds a NaN or an infinity" in capsys.readouterr().err
-
-
-def test_weights_that_are_no_matrices_are_named(capsys):
-    torch.save(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(16, 16)).state_dict(), "it.pt")
-    assert inspect("it.pt", "--casts", "nvfp4") == 0
-    assert "Left out, because they are no matrices: 0 (convolutions, stacks of experts)." in capsys.readouterr().out

@@ -6,5 +6,5 @@ from tests.cli.run.commands import write_tiny
 
 
 @pytest.fixture(autouse=True)
-def tiny_text_and_recipe(tmp_path):
-    write_tiny()
+def _files(tmp_path):
+    write_tiny(default_root_dir="runs/tiny")

@@ -7,9 +7,7 @@ import pytest
 from lightning_lowbit.cli.run import LowBitCLI
 from tests.cli.run.commands import SCHEDULER, lowbit
 
-
-def written():
-    return {str(path) for path in Path().rglob("*")} - {"text", "text/a.txt", "tiny.yaml"}
+PLUGIN = "--trainer.plugins.init_args"
 
 
 @pytest.mark.fast(
@@ -22,46 +20,20 @@ def written():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ["--trainer.plugins.init_args.casts={fprop_x: {element: e2m2}}"],
-            "Unknown element format 'e2m2'. Did you mean",
-        ),
-        (["--trainer.plugins.init_args.casts={fprop_x: {scale: {format: e4m4}}}"], "Unknown scale format 'e4m4'."),
-        (
-            ["--trainer.plugins.init_args.casts={fprop_x: {scale: {block: 0}}}"],
-            "Scale.block is a positive number of elements such as 16, a tile such as (16, 16), 'row' or 'tensor'; "
-            "got 0.",
-        ),
-        (
-            ["--trainer.plugins.init_args.rounding={wgradx: nearest}"],
-            "Unknown operand 'wgradx'. Did you mean 'wgrad_x'?",
-        ),
-        (
-            ["--trainer.plugins.init_args.rounding={wgrad_x: nearst}"],
-            "Unknown rounding 'nearst'. Did you mean 'nearest'?",
-        ),
-        (["--trainer.plugins.init_args.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
-        (["--trainer.plugins.init_args.skip=lm_haed"], "The option is --trainer.plugins.init_args.skip. (LOWBIT"),
-        (
-            [f"{SCHEDULER}.warmup_steps=40"],
-            f"got 40. Warm up for fewer steps. A number below 1, such as 0.1, is a share "
-            f"of them. The option is {SCHEDULER}.warmup_steps.",
-        ),
+        ([f"{PLUGIN}.casts={{fprop_x: {{scale: {{block: 0}}}}}}"], "'row' or 'tensor'; got 0."),
+        ([f"{PLUGIN}.rounding={{wgradx: nearest}}"], "Unknown operand 'wgradx'. Did you mean 'wgrad_x'?"),
+        ([f"{PLUGIN}.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
+        ([f"{PLUGIN}.skip=lm_haed"], "The option is --trainer.plugins.init_args.skip. (LOWBIT"),
+        ([f"{SCHEDULER}.warmup_steps=40"], f"is a share of them. The option is {SCHEDULER}.warmup_steps."),
         ([f"{SCHEDULER}.final_fraction=7"], f"The option is {SCHEDULER}.final_fraction."),
         (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),
         (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
         (["--model.init_args.network=lama-60m"], "Did you mean 'llama-60m'?"),
-        (["--model.init_args.config.hidden_sise=32"], "Did you mean 'hidden_size'?"),
-        (["--model.init_args.config.vocab_size=100"], "config.vocab_size to 256 or more"),
-        (["--model.init_args.config.max_position_embeddings=8"], "max_position_embeddings to 16 or more"),
         (["--config="], "--config needs the name of a recipe or a file"),
         (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
         (["--config=list.yaml"], "list.yaml must hold a mapping"),
-        (["--data.init_args.path=empty"], "found no *.txt, *.md, *.py in"),
-        (["--data.init_args.path=empty.txt"], "are empty"),
         (["--data.init_args.path=nowhere"], "does not exist; check `path`, or write hf:NAME"),
         (["--data.init_args.path=hf:./nowhere:en"], "The data set './nowhere', configuration 'en', cannot be opened"),
-        (["--data.init_args.tokenizer=./nowhere"], "The tokenizer './nowhere' cannot be loaded"),
         (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
         (["--ckpt_path=last"], "--ckpt_path last: there is no checkpoint (*.ckpt) below runs/tiny."),
         (
@@ -74,14 +46,11 @@ def written():
 def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, capsys):
     Path("broken.yaml").write_text("trainer: {max_steps: 3")
     Path("list.yaml").write_text("[1, 2]")
-    Path("empty").mkdir()
-    Path("empty.txt").touch()
-    before = written()
+    before = {*Path().rglob("*")}
     assert lowbit(*arguments) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("lowbit: error: ")
-    assert line in last
-    assert written() == before, "a mistake must not leave files"
+    assert last.startswith("lowbit: error: ") and line in last
+    assert {*Path().rglob("*")} == before, "a mistake must not leave files"
 
 
 def test_last_needs_a_folder_to_search(capsys):

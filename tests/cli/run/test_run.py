@@ -1,6 +1,8 @@
 """The ``lowbit`` command as a user meets it: recipes by name, overlays, folders of runs, saved configurations."""
 
+import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -11,7 +13,7 @@ import torch
 import yaml
 
 from lightning_lowbit import cli
-from tests.cli.run.commands import OPTIMIZER, TINY, lowbit, scalars
+from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
 
 
 def test_quickstart(capsys):
@@ -24,38 +26,31 @@ def test_quickstart(capsys):
     assert set(scalars(run, "grad_norm")) == set(losses)
     validation, perplexity = scalars(run, "val_loss"), scalars(run, "val_perplexity")
     assert len(validation) == 2
-    for step, loss in validation.items():
-        assert perplexity[step] == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-5)
+    assert perplexity == pytest.approx({step: math.exp(loss) for step, loss in validation.items()}, rel=1e-5)
     shown = capsys.readouterr().out
-    assert "phase=qaf" in shown
-    for metric in ("loss=", "grad_norm=", "tokens/s="):
-        assert metric in shown, f"the progress bar does not show {metric}"
+    assert all(part in shown for part in ("phase=qaf", "loss=", "grad_norm=", "tokens/s=")), "of the progress bar"
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == 6
-    assert checkpoint["lightning_lowbit"].pop("blend") == 1
-    assert "trained" in checkpoint["lightning_lowbit"] and checkpoint["lightning_lowbit"].pop("trained")["layers"]
-    assert checkpoint["lightning_lowbit"] == {"step": 6, "micro_batch": 0, "phase": "qaf", "seed": 0}
+    state = checkpoint["lightning_lowbit"]
+    assert checkpoint["global_step"] == 6 and state.pop("trained")["layers"]
+    assert state == {"step": 6, "micro_batch": 0, "phase": "qaf", "seed": 0, "blend": 1}
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["trainer"]["max_steps"] == 6
-    assert config["model"]["init_args"]["optimizer"]["class_path"] == "lightning_lowbit.StableSPAM"
+    optimizer = config["model"]["init_args"]["optimizer"]["class_path"]
+    assert (config["trainer"]["max_steps"], optimizer) == (6, "lightning_lowbit.StableSPAM")
 
 
 @pytest.mark.slow
 def test_a_run_has_a_folder_of_its_own_for_each_combination():
-    Path("mine.yaml").write_text(TINY.replace(", default_root_dir: runs/tiny", ""))
+    write_tiny(Path("mine.yaml"))
     assert cli.main(["fit", "--config=quickstart", "--config", "bf16", "-c", "mine.yaml"]) == 0
     config = yaml.safe_load(Path("runs/quickstart+bf16+mine/version_0/config.yaml").read_text())
-    assert config["trainer"]["plugins"]["init_args"]["casts"] == "bf16"
-    assert config["trainer"]["plugins"]["init_args"]["skip"] == ["lm_head"]
+    plugin = config["trainer"]["plugins"]["init_args"]
+    assert (plugin["casts"], plugin["skip"]) == ("bf16", ["lm_head"])
     assert lowbit("--trainer.default_root_dir=elsewhere") == 0
     assert Path("elsewhere/version_0/checkpoints/last.ckpt").exists(), "default_root_dir was ignored"
 
-
-@pytest.mark.slow
-def test_twice_without_a_logger():
     for _ in range(2):
         assert lowbit("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 0
-    assert Path("runs/tiny/config.yaml").exists()
+    assert Path("runs/tiny/config.yaml").exists(), "without a logger runs share a folder"
 
 
 MINE = """
@@ -72,7 +67,7 @@ class Hello(Callback):
 MINE_YAML = """
 trainer: {max_steps: 2, callbacks: [{class_path: mine.Hello}], default_root_dir: runs/mine}
 model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}}}
-data: {class_path: mine.Data, init_args: {path: text, sequence_length: 16, batch_size: 2, val_batches: 2}}
+data: {class_path: mine.Data, init_args: {path: text.txt, sequence_length: 16, batch_size: 2, val_batches: 2}}
 """
 
 
@@ -86,19 +81,13 @@ def installed(*arguments):
 
 
 @pytest.mark.slow
-def test_classes_of_the_current_folder_that_a_file_names():
+def test_every_command_finds_classes_of_the_current_folder():
     Path("mine.py").write_text(MINE)
     Path("sub").mkdir()
     Path("sub/mine.yaml").write_text(MINE_YAML)
-    assert "hello from the current folder" in installed("fit", "--config=quickstart", "--config=sub/mine.yaml")
+    recipe = ("--config=quickstart", "--config=sub/mine.yaml")
+    assert "hello from the current folder" in installed("fit", *recipe)
     assert "class_path: mine.Hello" in Path("runs/mine/version_0/config.yaml").read_text()
-
-
-@pytest.mark.slow
-def test_every_command_finds_classes_of_the_current_folder():
-    Path("mine.py").write_text(MINE)
-    Path("mine.yaml").write_text(MINE_YAML)
-    recipe = ("--config=quickstart", "--config=mine.yaml")
     assert "A step:" in installed("estimate", *recipe)
     installed("compare", *recipe, "--vary=bf16")
     (log,) = Path("runs/compare").rglob("log.txt")
@@ -162,3 +151,29 @@ def test_last_is_searched_where_the_checkpoints_are():
         assert lowbit(*mine) == 0
         assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
         assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0
+
+
+# --- validate takes the casts of a checkpoint, whatever those of the configuration are ---
+
+LAST = Path("runs/tiny/version_0/checkpoints/last.ckpt")
+
+
+def validated(capsys, *recipes, option="--trainer.num_nodes=1"):
+    """The validation loss that the command prints."""
+    capsys.readouterr()
+    assert lowbit(f"--ckpt_path={LAST}", option, recipes=("quickstart", *recipes), command="validate") == 0
+    return float(re.findall(r"val_loss\s+│\s+([\d.]+)", capsys.readouterr().out)[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlay", ["ternary", "int2_qat", "nvfp4", "fp8"])
+def test_the_loss_is_that_of_the_training(overlay, capsys):
+    # One layer in another preset, and a phase that begins in mid-training: what no recipe below knows.
+    casts = "--trainer.plugins.init_args.overrides={'down_proj': mxfp4}"
+    assert lowbit(casts, recipes=("quickstart", overlay)) == 0
+    trained = scalars(LAST.parent.parent, "val_loss")[5]
+    for recipes in ((), ("bf16",), (overlay,)):
+        assert validated(capsys, *recipes) == pytest.approx(trained, abs=1e-6), recipes
+    if overlay == "ternary":
+        own = validated(capsys, option="--trainer.plugins.init_args.casts_of_checkpoint=false")
+        assert abs(own - trained) > 1e-4, "the casts of the recipe, on purpose"

@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, FP8Precision, LowBitPrecision, StableSPAM, cli, nn
@@ -23,7 +23,8 @@ from tests.tables import each
 NUMBERS = ["3", "-1", "two", "1e3", "3.0", "true", "'3'", "[3]", "1_000", "0x10", "010", ".5", "5.", "1:30", ".inf"]
 FLAGS = ["true", "FALSE", "no", "on", "y", "1", "0", "maybe", "'true'", "none"]
 WORDS = ["16", "bf16", "bf17", "warn", "auto", "link", "3", "null"]
-LISTED = "trainer: {callbacks: [{class_path: lightning_lowbit.OsciReset, init_args: {every: x}}]}"
+RESET = "{class_path: lightning_lowbit.OsciReset, init_args: {every: x}}"
+LISTED = f"trainer: {{callbacks: [{RESET}]}}"
 # Arguments whose annotations tell what they take, by class.
 ARGUMENTS = {
     Trainer: {
@@ -89,10 +90,7 @@ def test_no_value_is_refused_that_the_parser_accepts():
         (["--data.batch_size"], "--data.batch_size takes a value, and none follows it."),
         (["--data.batch_size="], "--data.batch_size takes a whole number; got ''."),
         (["--config=listed.yaml"], "--trainer.callbacks.init_args.every in listed.yaml takes a whole number; got 'x'."),
-        (
-            ["--trainer.callbacks=[{class_path: lightning_lowbit.OsciReset, init_args: {every: x}}]"],
-            "--trainer.callbacks.init_args.every takes a whole number; got 'x'.",
-        ),
+        ([f"--trainer.callbacks=[{RESET}]"], "--trainer.callbacks.init_args.every takes a whole number; got 'x'."),
         (["--config=mine.yaml"], "--trainer.max_steps in mine.yaml takes a whole number; got 'few'."),
         (["--trainer.plugins.casts=nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
         (["--trainer.plugins.attention=fp7"], "The option is --trainer.plugins.attention."),
@@ -103,6 +101,7 @@ def test_no_value_is_refused_that_the_parser_accepts():
         (["--trainer.plugins.backend=nativ"], "Unknown backend 'nativ'. Did you mean 'native'?"),
         (["--trainer.plugins=lightning_lowbit.FP8Precision", "--trainer.plugins.scaling=row_wise"], "Unknown scaling"),
         (["--trainer.plugins.compute_dtype=x"], "Choose one of: 'auto', 'bf16', 'fp16', 'fp32'"),
+        (["--config=adamw", "--model.optimizer.fused=fast"], "fused takes true or false or null; got 'fast'"),
     ],
 )
 def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arguments, line, capsys):
@@ -155,20 +154,14 @@ def test_every_class_with_a_short_name_is_known():
 
 
 def test_names_are_those_that_plugins_take():
-    assert table_keys(PRESETS) == list(nn.PRESETS)
+    assert table_keys(PRESETS) == list(nn.PRESETS) and table_keys(f"{PRESETS}_OF_NONE") == []
     for argument, (_, tables) in NAMES.items():
         plugin = FP8Precision if argument == "scaling" else partial(LowBitPrecision, "nvfp4-nvidia")
         plugin = LowBitPrecision if argument == "casts" else plugin
-        shown, *_ = map(table_keys, tables)
-        assert shown
+        shown, *others = map(table_keys, tables)
+        assert shown and all(others), f"the source does not tell {argument}"
         for name in shown:
             if (argument, name) not in {("attention", "fp8-delayed"), ("attention", "quartet2"), ("backend", "native")}:
                 plugin(**{argument: name})
         with pytest.raises(ValueError, match="Unknown"):
             plugin(**{argument: "nonsense"})
-
-
-def test_arguments_of_torch_are_read_as_well():
-    assert "lr" in signature(AdamW.__init__).parameters
-    with pytest.raises(ValueError, match="--model.optimizer.fused takes true or false or null; got 'fast'"):
-        options.check_run("fit", ["--config=quickstart", "--config=adamw", "--model.optimizer.fused=fast"])

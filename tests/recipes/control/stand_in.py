@@ -41,17 +41,13 @@ class Line:
         return self.state.copy(), -float(self.state[0] ** 2), is_over, cut, {}
 
 
-class Error(Exception): ...
-
-
-class UnregisteredEnv(Error): ...
-
-
-class DependencyNotInstalled(Error): ...
+ERROR = SimpleNamespace(Error=type("Error", (Exception,), {}))
+for _name in ("UnregisteredEnv", "DependencyNotInstalled"):
+    setattr(ERROR, _name, type(_name, (ERROR.Error,), {}))
 
 
 def _no_mujoco():
-    raise DependencyNotInstalled('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`')
+    raise ERROR.DependencyNotInstalled('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`')
 
 
 REGISTRY = {
@@ -67,14 +63,12 @@ REGISTRY = {
 
 def make(name, disable_env_checker):
     if name not in REGISTRY:
-        raise UnregisteredEnv(f"Environment `{name}` doesn't exist.")
+        raise ERROR.UnregisteredEnv(f"Environment `{name}` doesn't exist.")
     return REGISTRY[name]()
 
 
 def install(monkeypatch):
     """Puts it in gymnasium's place."""
     found = ModuleType("gymnasium")
-    found.make, found.registry, found.spaces = make, REGISTRY, SimpleNamespace(Box=Box)
-    kinds = (Error, UnregisteredEnv, DependencyNotInstalled)
-    found.error = SimpleNamespace(**{kind.__name__: kind for kind in kinds})
+    found.make, found.registry, found.spaces, found.error = make, REGISTRY, SimpleNamespace(Box=Box), ERROR
     monkeypatch.setitem(sys.modules, "gymnasium", found)

@@ -8,6 +8,7 @@ import torch
 from lightning_lowbit.recipes.control.policy import Policy, RunningMoments
 from lightning_lowbit.recipes.control.ppo import clipped_objective
 from lightning_lowbit.recipes.control.rollout import advantages, discounted, episode_returns
+from tests.tables import each
 
 STEPS, COPIES = 7, 3
 ENDS = [(2, 0, True), (4, 0, False), (6, 1, False), (3, 2, True)]  # step, environment, whether the task is over
@@ -22,7 +23,7 @@ def _rollout():
     return rewards, values, following, terminated, ended
 
 
-@pytest.mark.parametrize("trace", [0.0, 0.9, 1.0])
+@each("trace", [0.0, 0.9, 1.0])
 def test_an_advantage_is_the_sum_of_errors_until_the_episode_ends(trace):
     rewards, values, following, terminated, ended = _rollout()
     found = advantages(rewards, values, following, terminated, ended, 0.8, trace)
@@ -49,16 +50,9 @@ def test_sums_of_rewards_begin_with_the_episode_and_go_on_in_the_next_rollout():
 
 def test_the_objective_gains_nothing_beyond_the_clip():
     """And loses all that there is to lose: figure 1 of the paper."""
-    for ratio, advantage, expected in (
-        (1.1, 2.0, 2.2),
-        (1.5, 2.0, 2.4),
-        (0.5, 2.0, 1.0),
-        (0.9, -2.0, -1.8),
-        (0.5, -2.0, -1.6),
-        (1.5, -2.0, -3.0),
-    ):
-        given = torch.tensor(ratio, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
-        assert clipped_objective(*given, 0.2).item() == pytest.approx(expected)
+    ratios, advantages = torch.tensor([[1.1, 1.5, 0.5, 0.9, 0.5, 1.5], [2, 2, 2, -2, -2, -2]]).double()
+    found = [clipped_objective(*pair, 0.2).item() for pair in zip(ratios, advantages, strict=True)]
+    assert found == pytest.approx([2.2, 2.4, 1.0, -1.8, -1.6, -3.0])
 
 
 def test_the_density_and_the_entropy_are_those_of_a_gaussian():

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from lightning_lowbit import LowBitPrecision, cli
 from lightning_lowbit.recipes.control.environments import Environments
 from lightning_lowbit.recipes.control.ppo import PPO
 from tests.lightning_imports import quiet_trainer
 from tests.recipes.control.stand_in import install
+from tests.recipes.recipe_names import Logged, run_json
 
 SIZES = {"copies": 4, "steps": 4, "epochs": 2, "batch_size": 8, "evaluation_episodes": 2}
 SMALL = {
@@ -43,8 +43,7 @@ def trainer(*callbacks, casts="bf16", **arguments):
     ids="+".join,
 )
 def test_two_iterations_stop_at_the_step_that_was_asked_for(overlays):
-    assert cli.main(["fit", *(f"--config={name}" for name in ["control", *overlays, "small.yaml"])]) == 0
-    [result] = [json.loads(path.read_text()) for path in Path("runs").rglob("run.json")]
+    result = run_json("control", *overlays, "small.yaml")
     assert (result["status"], result["steps"], result["max_steps"]) == ("finished", 7, 7)
     metrics = result["metrics"]
     assert {"loss", "grad_norm", "episode_return", "kl", "mismatch", "val_return"} <= set(metrics)
@@ -55,37 +54,23 @@ def test_two_iterations_stop_at_the_step_that_was_asked_for(overlays):
 
 @pytest.mark.slow
 def test_a_switch_acts_at_the_next_iteration():
-    Path("longer.yaml").write_text("trainer: {max_steps: 12}")
-    configs = ("control", "qaf", "small.yaml", "longer.yaml")
-    switch = "{class_path: lightning_lowbit.PrecisionSwitch, init_args: {to: bf16, step: 6}}"
-    assert cli.main(["fit", *(f"--config={name}" for name in configs), f"--trainer.callbacks+={switch}"]) == 0
-    [result] = [json.loads(path.read_text()) for path in Path("runs").rglob("run.json")]
+    switch = "--trainer.callbacks+={class_path: lightning_lowbit.PrecisionSwitch, init_args: {to: bf16, step: 6}}"
+    result = run_json("control", "qaf", "small.yaml", options=["--trainer.max_steps=12", switch])
     assert result["summary"]["optimizer_steps_by_phase"] == {"fqt": 8, "bf16": 4}
-
-
-class Seen(Callback):
-    """What was logged in each iteration."""
-
-    def __init__(self):
-        self.metrics = []
-
-    def on_train_batch_end(self, trainer, *_):
-        self.metrics.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
 def test_training_computes_what_the_rollout_did_where_rows_are_quantized_alone():
     """A scale of the whole tensor sees other rows in a minibatch."""
     found = {}
     for casts in ("bf16", "nvfp4-row", "nvfp4"):
-        run = trainer(seen := Seen(), casts=casts, max_steps=8)
+        run = trainer(logged := Logged(), casts=casts, max_steps=8)
         run.fit(made(copies=8, batch_size=16))
-        found[casts] = [row["mismatch"] for row in seen.metrics]
+        found[casts] = [row["mismatch"] for row in logged.steps]
     assert len(found["nvfp4"]) == 2 and max(found["nvfp4"]) > 0
     assert max(found["bf16"] + found["nvfp4-row"]) < 1e-6
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one():
-    """Its episodes end with each iteration; statistics and random numbers go on."""
     whole, parts = made(), made()
     trainer(casts="nvfp4", max_steps=12).fit(whole)
     first = trainer(casts="nvfp4", max_steps=8)
@@ -99,20 +84,16 @@ def test_a_resumed_run_repeats_the_uninterrupted_one():
 
 
 def test_episodes_that_outlast_an_iteration_go_on_in_the_next():
-    environments = Environments("Uneven-v0", 1)
-    places = [environments.observe(seed=0)[0, 0], *(environments.step(torch.zeros(1, 1).numpy()) for _ in range(2))]
-    assert environments.observe(seed=1)[0, 0] == places[-1].observations[0, 0] and not places[-1].ended[0]
-    assert environments.step(torch.zeros(1, 1).numpy()).ended[0]
-    again = Environments("Uneven-v0", 1)
-    assert environments.observe(seed=1)[0, 0] == again.observe(seed=1)[0, 0] != places[0], "the seed decides"
+    environments, again, still = Environments("Uneven-v0", 1), Environments("Uneven-v0", 1), torch.zeros(1, 1).numpy()
+    first, *steps = environments.observe(seed=0)[0, 0], environments.step(still), environments.step(still)
+    assert environments.observe(seed=1)[0, 0] == steps[-1].observations[0, 0] and not steps[-1].ended[0]
+    assert environments.step(still).ended[0]
+    assert environments.observe(seed=1)[0, 0] == again.observe(seed=1)[0, 0] != first, "the seed decides"
 
 
 def test_mistakes_are_errors_of_one_line(monkeypatch, capsys):
     for given, told in (
-        (
-            {"environment": "line-v1"},
-            "environment is a name that gymnasium knows; got 'line-v1'. Did you mean 'Line-v0'",
-        ),
+        ({"environment": "line-v1"}, "is a name that gymnasium knows; got 'line-v1'. Did you mean 'Line-v0'"),
         ({"environment": "HalfCheetah-v5"}, r"needs another package: MuJoCo is not installed, run `pip install"),
         ({"environment": "Discrete-v0"}, r"actions Discrete\(2\), and the policy draws continuous ones"),
         ({"environment": "Unbounded-v0"}, "draws continuous ones between bounds"),

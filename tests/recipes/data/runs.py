@@ -1,8 +1,12 @@
 """Runs that record the batches they see."""
 
+from pathlib import Path
+
+import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_lowbit.recipes.data import TextDataModule
 from tests.lightning_imports import quiet_trainer
@@ -30,12 +34,22 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(path, ckpt_path=None, seed=0, num_workers=0, **trainer):
+def fit(path, ckpt_path=None, num_workers=0, data=None, **trainer):
     """A quiet run on the CPU."""
     model = Recorder()
-    data = TextDataModule(str(path), val_fraction=0.25, seed=seed, num_workers=num_workers, **SIZES)
-    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=data, ckpt_path=ckpt_path)
+    module = TextDataModule(str(path), **{"val_fraction": 0.25, "num_workers": num_workers, **SIZES, **(data or {})})
+    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=module, ckpt_path=ckpt_path)
     return model
+
+
+def assert_refused(path, message, **arguments):
+    """That a run over data ends with one line, before it writes anything."""
+    root = Path("run")
+    root.mkdir(exist_ok=True)
+    settings = {"accelerator": "cpu", "default_root_dir": root, "logger": TensorBoardLogger(root), "max_steps": 1}
+    with pytest.raises(ValueError, match=message) as error:
+        Trainer(**settings).fit(Recorder(), datamodule=TextDataModule(path, **arguments))
+    assert "\n" not in str(error.value) and not list(root.iterdir())
 
 
 class SaveAlways(Callback):

@@ -4,30 +4,21 @@ import gzip
 import json
 from pathlib import Path
 
-from lightning_lowbit.recipes.data import TextDataModule
-from tests.lightning_imports import quiet_trainer
-from tests.recipes.data.runs import Recorder
+from tests.recipes.data import runs
 
 LENGTH = 8
 C4 = "hf:./c4:en"
-README = """---
-configs:
-- config_name: en
-  data_files:
-  - split: train
-    path: en/c4-train.*.json.gz
-  - split: validation
-    path: en/c4-validation.*.json.gz
----
-"""
+README = "---\nconfigs:\n- config_name: en\n  data_files:\n"
 
 
 def write_c4(shards, validation=60, text="document {} of many", folder=Path("c4")):
     """C4 in small, with so many documents in each shard; gives the documents of ``train``."""
-    (folder / "en").mkdir(parents=True)
-    (folder / "README.md").write_text(README)
+    (folder / "en").mkdir(parents=True, exist_ok=True)
     texts, number = [], 0
-    for split, sizes in (("train", shards), ("validation", (validation,) if validation else ())):
+    splits = {"train": shards, **({"validation": (validation,)} if validation else {})}
+    files = "".join(f"  - split: {split}\n    path: en/c4-{split}.*.json.gz\n" for split in splits)
+    (folder / "README.md").write_text(f"{README}{files}---\n")
+    for split, sizes in splits.items():
         for shard, size in enumerate(sizes):
             with gzip.open(folder / "en" / f"c4-{split}.{shard:05d}-of-{len(sizes):05d}.json.gz", "wt") as file:
                 for _ in range(size):
@@ -38,10 +29,5 @@ def write_c4(shards, validation=60, text="document {} of many", folder=Path("c4"
     return texts
 
 
-def fit(ckpt_path=None, num_workers=0, data=None, **trainer):
-    """A quiet run on the CPU."""
-    model = Recorder()
-    sizes = {"sequence_length": LENGTH, "batch_size": 100, "val_batches": 1}
-    module = TextDataModule(C4, **{**sizes, "num_workers": num_workers, **(data or {})})
-    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=module, ckpt_path=ckpt_path)
-    return model
+def fit(ckpt_path=None, data=None, **others):
+    return runs.fit(C4, ckpt_path, data={"batch_size": 100, "val_batches": 1, **(data or {})}, **others)

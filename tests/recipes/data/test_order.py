@@ -9,6 +9,7 @@ import torch
 
 from lightning_lowbit.recipes.data import TextDataModule
 from tests.recipes.data.runs import SIZES, SaveAlways, fit
+from tests.tables import each
 
 
 @pytest.mark.slow
@@ -19,7 +20,7 @@ def test_order_depends_on_seed_and_epoch_only(folder):
     assert fit(folder, max_epochs=2, num_workers=2).seen == one
     first, second = one[: len(one) // 2], one[len(one) // 2 :]
     assert first != second
-    assert fit(folder, max_epochs=1, seed=1).seen != first
+    assert fit(folder, max_epochs=1, data={"seed": 1}).seen != first
 
 
 def test_reading_batches_leaves_the_global_generator_alone(folder):
@@ -51,9 +52,8 @@ def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(folder, tmp_path,
         epoch, step_in_epoch = divmod(step, steps)
         resumed = fit(folder, tmp_path / f"step{step}.ckpt", **common).seen
         assert resumed == whole[batches * epoch + accumulate * step_in_epoch :], f"resumed after step {step}"
-    assert (
-        fit(folder, tmp_path / "epoch0.ckpt", callbacks=[SaveAlways(tmp_path / "again")], **common).seen == whole[13:]
-    )
+    again = fit(folder, tmp_path / "epoch0.ckpt", callbacks=[SaveAlways(tmp_path / "again")], **common)
+    assert again.seen == whole[13:]
     assert fit(folder, tmp_path / "again" / f"step{2 * steps - 1}.ckpt", **common).seen[-batches:] == whole[-batches:]
     assert fit(folder, tmp_path / "again" / "epoch1.ckpt", **common).seen == whole[-batches:]
 
@@ -61,7 +61,7 @@ def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(folder, tmp_path,
 def test_checkpoint_of_another_order_is_refused(folder, tmp_path):
     fit(folder, callbacks=[SaveAlways(tmp_path)], max_epochs=1)
     with pytest.raises(ValueError, match="another order of batches: seed was 0, is 1; resume with the same data"):
-        fit(folder, tmp_path / "step3.ckpt", seed=1, max_epochs=1)
+        fit(folder, tmp_path / "step3.ckpt", data={"seed": 1}, max_epochs=1)
     (folder / "new.txt").write_text("changed text")
     with pytest.raises(ValueError, match="another order of batches: text was"):
         fit(folder, tmp_path / "step3.ckpt", max_epochs=1)
@@ -86,9 +86,7 @@ def test_overfitting_repeats_the_first_batches(folder):
     assert seen == seen[:2] * 3 and seen[0] != seen[1]
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@each("ranks, num_workers", [(1, 0), (2, 2), (3, 0)])
 def test_an_epoch_holds_each_sequence_once(folder, ranks, num_workers):
     seen = []
     for rank in range(ranks):

@@ -2,19 +2,27 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_lowbit.recipes.data import TextDataModule, find_files, hold_out, read_documents, take_bytes
 from lightning_lowbit.recipes.loader import PackedSequences
-from tests.recipes.data.runs import SIZES, Recorder
+from tests.recipes.data.runs import SIZES, assert_refused
 from tests.recipes.test_tokenizers import save_tokenizer
+from tests.tables import each
+
+
+def read(path, **arguments):
+    """A data module that has read a text, and its training and validation tokens."""
+    data = TextDataModule(path, **arguments)
+    data.prepare_data()
+    data.setup("fit")
+    return data, *(sequences.tokens for sequences in data._sequences or pytest.fail("nothing was read"))
 
 
 def test_sequences_share_one_token_and_no_target():
@@ -48,21 +56,16 @@ def test_file_changed_between_runs_is_read_anew(tmp_path):
     file = tmp_path / "text.txt"
     for text in ("first " * 50, "other " * 50):
         file.write_text(text)
-        data = TextDataModule(str(file), val_fraction=0.2, **SIZES)
-        data.prepare_data()
-        data.setup("fit")
-        assert bytes(data.train_dataloader().dataset.tokens.tolist()).startswith(text[:5].encode())
+        _, train, _ = read(str(file), val_fraction=0.2, **SIZES)
+        assert bytes(train.tolist()).startswith(text[:5].encode())
 
 
-def test_holds_out_whole_files_or_else_the_tail():
+def test_holds_out_whole_files_or_else_the_tail_of_the_joined_text():
     documents = [b"aaa", b"bbb", b"ccc", b"ddd"]
     assert hold_out(documents, 0.5) == ([b"ccc", b"ddd"], [b"aaa", b"bbb"])
     assert hold_out(documents, 0.3) == ([b"bbb", b"ccc", b"ddd"], [b"aaa"])
     assert hold_out([b"abcdefghi"], 0.2) == ([b"abcdefg"], [b"hi"])
     assert hold_out([b"a" * 90, b"b" * 8], 0.1) == ([b"a" * 89], [b"a", b"b" * 8])
-
-
-def test_the_tail_is_that_of_the_joined_text():
     documents = [b"a" * 30, b"b" * 7, b"", b"c" * 20]
     text = b"\0".join(documents)
     for wanted in range(1, len(text)):
@@ -73,16 +76,13 @@ def test_the_tail_is_that_of_the_joined_text():
 
 
 def test_held_out_files_do_not_depend_on_the_seed_or_the_place(folder, tmp_path):
-    moved = tmp_path / "elsewhere"
     texts = []
     for seed in (0, 1):
-        data = TextDataModule(str(folder), val_fraction=0.25, seed=seed, **SIZES)
-        data.prepare_data()
-        data.setup("fit")
-        texts.append([sequences.tokens.tolist() for sequences in data._sequences or ()])
-        folder = folder.rename(moved)
-    train, val = (bytes(tokens).split(b"\0") for tokens in texts[0])
+        _, *parts = read(str(folder), val_fraction=0.25, seed=seed, **SIZES)
+        texts.append([bytes(tokens.tolist()).split(b"\0") for tokens in parts])
+        folder = folder.rename(tmp_path / "elsewhere")
     assert texts[0] == texts[1]
+    train, val = texts[0]
     assert len(val) == 3 and len(train) == 9 and not set(val) & set(train)
 
 
@@ -90,12 +90,9 @@ def test_standard_library():
     names = [file.as_posix() for file in find_files(None)]
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not [name for name in names if "/test/" in name or "/tests/" in name or "-packages/" in name]
-    data = TextDataModule(max_bytes=100_000)
-    data.prepare_data()
-    data.setup("fit")
-    train, val = data._sequences or pytest.fail("nothing was read")
-    assert 90_000 < len(train.tokens) + len(val.tokens) <= 100_000
-    assert b"import " in bytes(train.tokens.tolist())
+    data, train, val = read(None, max_bytes=100_000)
+    assert 90_000 < len(train) + len(val) <= 100_000
+    assert b"import " in bytes(train.tolist())
     (first, *_), (held_out, *_) = data.train_dataloader(), data.val_dataloader()
     assert first.shape == held_out.shape == (8, 257) and first.max() < 256
 
@@ -111,12 +108,11 @@ def write_rows(file, texts, column="text"):
     return file
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows [1].jsonl.gz", "rows.JSON.gz", "rows.parquet"])
-def test_rows_are_documents(tmp_path, name):
-    file = write_rows(tmp_path / name, ["one", None, "zwei\r\nü", " "], column="content")
+def test_rows_are_documents(tmp_path):
     expected = [b"one", b"", "zwei\r\nü".encode(), b" "]
-    for path in (file, tmp_path):
-        assert list(read_documents(find_files(str(path)), "content")) == expected
+    for name in ("rows.jsonl", "rows.json", "rows [1].jsonl.gz", "rows.JSON.gz", "rows.parquet"):
+        file = write_rows(tmp_path / name, ["one", None, "zwei\r\nü", " "], column="content")
+        assert list(read_documents(find_files(str(file)), "content")) == expected, name
     assert take_bytes(expected, None) == [expected[0], expected[2]]
     assert take_bytes(expected, 6) == [b"one", b"zw"]
 
@@ -135,15 +131,10 @@ def test_a_folder_can_mix_kinds(tmp_path):
 
 def test_tokens_of_a_pretrained_tokenizer(tmp_path):
     name = save_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "text").mkdir()
-    write_rows(tmp_path / "text" / "rows.jsonl", [f"the document {number}" for number in range(100)])
-    data = TextDataModule(str(tmp_path / "text"), tokenizer=name, **SIZES)
-    data.prepare_data()
-    data.setup("fit")
-    train, val = data._sequences or pytest.fail("nothing was read")
-    row = [*val.tokens.tolist(), 1, *train.tokens.tolist()]
-    expected = data._tokenizer.encode([f"the document {number}".encode() for number in range(100)])
-    assert row == expected.tolist()[:-1]
+    documents = [f"the document {number}" for number in range(100)]
+    data, train, val = read(str(write_rows(tmp_path / "rows.jsonl", documents)), tokenizer=name, **SIZES)
+    expected = data._tokenizer.encode([document.encode() for document in documents])
+    assert [*val.tolist(), 1, *train.tolist()] == expected.tolist()[:-1]
     batch = next(iter(data.train_dataloader()))
     assert batch.dtype == torch.int64 and batch.shape == (2, 9) and batch.max() < data.vocab_size
 
@@ -165,34 +156,28 @@ def test_tokens_of_a_pretrained_tokenizer(tmp_path):
         ({"a.txt": "x" * 999}, {"max_bytes": 100}, "`max_bytes` 100 .* leave 5; give more text"),
     ],
 )
-def test_unusable_text_is_refused_before_anything_is_written(tmp_path, files, arguments, message):
-    text, root = tmp_path / "text", tmp_path / "run"
-    root.mkdir()
-    if files is not None:
-        text.mkdir()
+def test_unusable_text_is_refused_before_anything_is_written(files, arguments, message, tmp_path):
     for name, content in (files or {}).items():
-        (text / name).write_text(content)
-    trainer = Trainer(accelerator="cpu", default_root_dir=root, logger=TensorBoardLogger(root), max_epochs=1)
-    with pytest.raises(ValueError, match=message) as error:
-        trainer.fit(Recorder(), datamodule=TextDataModule(str(text), **SIZES, **arguments))
-    assert "\n" not in str(error.value)
-    assert not list(root.iterdir())
+        (tmp_path / name).write_text(content)
+    path = tmp_path / "nowhere" if files is None else tmp_path
+    assert_refused(str(path), message, **SIZES, **arguments)
 
 
-@pytest.mark.parametrize("argument", ["sequence_length", "batch_size", "val_batches", "max_bytes", "val_fraction"])
+@each("argument", ["sequence_length", "batch_size", "val_batches", "max_bytes", "val_fraction"])
 def test_meaningless_numbers_are_refused(argument):
     with pytest.raises(ValueError, match=f"{argument} is a .*; got 0"):
         TextDataModule(**{argument: 0})
 
 
-@pytest.mark.parametrize(("name", "data"), [("rows.csv", b"a,b\n1,2\n"), ("weights.bin", b"text\0\1\2")])
-def test_files_that_are_no_text_are_refused(name, data, tmp_path):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=f"{name} is none of these. Write its text to"):
-        find_files(str(tmp_path / name))
-
-
-def test_packed_text_is_refused(tmp_path):
-    (tmp_path / "text.txt.gz").write_bytes(b"packed")
-    with pytest.raises(ValueError, match="unpack it first"):
-        find_files(str(tmp_path / "text.txt.gz"))
+@each(
+    "name, data, message",
+    [
+        ("rows.csv", b"a,b\n1,2\n", "rows.csv is none of these. Write its text to"),
+        ("weights.bin", b"text\0\1\2", "weights.bin is none of these. Write its text to"),
+        ("text.txt.gz", b"packed", "unpack it first"),
+    ],
+)
+def test_files_that_are_no_text_are_refused(name, data, message):
+    Path(name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        find_files(name)

@@ -6,6 +6,7 @@ from tests.launch import launch
 from tests.recipes.data.conftest import write_text
 from tests.recipes.data.ranks import EPOCHS, RANKS, SAVED, STEPS
 from tests.recipes.data.streams import fit, write_c4
+from tests.tables import each
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def results(folder):
     return launch("tests.recipes.data.ranks", RANKS, folder)
 
 
-@pytest.mark.parametrize("run", ["text", "text, without a sampler"])
+@each("run", ["text", "text, without a sampler"])
 def test_two_processes_share_each_epoch(results, run):
     first, second = (result[run] for result in results)
     assert len(first) == len(second) == EPOCHS * 6
@@ -30,13 +31,9 @@ def test_two_processes_share_each_epoch(results, run):
         assert one != other
 
 
-def test_two_processes_share_the_stream(results, folder, monkeypatch):
+def test_two_processes_share_the_stream_and_go_on_with_it(results, folder, monkeypatch):
     monkeypatch.chdir(folder)
     whole = fit(limit_val_batches=0, max_steps=STEPS).seen
     seen = [result["stream"] for result in results]
     assert [sorted(a + b) for a, b in zip(*seen, strict=True)] == [sorted(batch) for batch in whole]
-
-
-def test_two_processes_go_on_with_the_stream(results):
-    for result in results:
-        assert result["stream, resumed"] == result["stream"][SAVED:]
+    assert [result["stream, resumed"] for result in results] == [part[SAVED:] for part in seen]

@@ -14,6 +14,7 @@ from lightning_lowbit import StableSPAM
 from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.recipes.spikes import GradientSpikes
 from tests.recipes.spikes.runs import SIZES, SLOPE, Slope, fit, gradients_after, sgd, spiked
+from tests.tables import each
 
 
 def equal(first, second):
@@ -34,7 +35,7 @@ def test_the_stated_share_of_steps(probability, steps):
     assert abs(found - probability) < 4 * deviation, f"{found:.4f} of the steps, {probability} were asked for"
 
 
-@pytest.mark.parametrize("share", [0.01, 0.5])
+@each("share", [0.01, 0.5])
 def test_the_stated_share_of_elements(share):
     first, second = gradients_after(GradientSpikes(1, -3.5, share, seed=0), sizes=[(200, 500), (200, 500)])
     assert set(first.unique().tolist()) == {-3.5, 1.0}
@@ -48,11 +49,6 @@ def test_none_of_the_elements_and_none_of_the_steps():
     assert not any(spiked(GradientSpikes(0, seed=0), 100))
     assert equal(gradients_after(GradientSpikes(1, share=0)), [torch.ones(size) for size in SIZES])
     assert all(spiked(GradientSpikes(1, seed=0), 100))
-
-
-def test_the_elements_differ_from_step_to_step():
-    spikes = GradientSpikes(1, share=0.5, seed=0)
-    assert not equal(gradients_after(spikes, 0), gradients_after(spikes, 1))
 
 
 def test_steps_are_those_of_the_seed_alone():
@@ -70,9 +66,10 @@ def test_steps_are_those_of_the_seed_alone():
     assert spiked(GradientSpikes(0.5, seed=1), 64) == draws[1]
 
 
-def test_the_same_elements_in_whatever_order_an_optimizer_has_them():
+def test_the_same_elements_in_whatever_order_an_optimizer_has_them_and_others_in_the_next_step():
     spikes = GradientSpikes(1, share=0.5, seed=0)
     assert equal(gradients_after(spikes), gradients_after(spikes, order=-1))
+    assert not equal(gradients_after(spikes), gradients_after(spikes, step=1))
 
 
 def test_the_same_for_every_optimizer_and_after_a_resume():
@@ -112,17 +109,10 @@ def mesh_of():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "placements",
-    [
-        (Replicate(), Shard(0)),
-        (Replicate(), Shard(1)),
-        (Shard(0), Shard(1)),
-        (Shard(0), Shard(0)),
-        (Partial(), Shard(0)),
-    ],
-    ids=str,
-)
+SPREADS = [(Replicate(), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(0))]
+
+
+@each("placements", [*SPREADS, (Partial(), Shard(0))])
 def test_each_rank_multiplies_its_part(placements, mesh_of):
     """Rows that do not divide by the ranks included: the first has 5, the second 7."""
     sizes = (5, 6), (7, 3)

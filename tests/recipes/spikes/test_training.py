@@ -7,23 +7,22 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import GradientNormMonitor
 from lightning_lowbit.recipes.spikes import CorruptBatches, GradientSpikes
+from tests.cli.run.commands import scalars
 from tests.lightning_imports import quiet_trainer
 from tests.recipes.spikes.runs import SLOPE, Slope, fit, sgd, spiked
+from tests.tables import each
 
 
 def test_it_is_logged():
     logger = TensorBoardLogger("logs", name=None)
     module = fit(GradientSpikes(0.3, seed=0), steps=30, logger=logger, log_every_n_steps=1)
-    events = EventAccumulator(logger.log_dir).Reload().Scalars("gradient_spike")
-    assert {event.step: event.value for event in events} == {
-        step: float(gradients[0].max() > 1) for step, gradients in module.seen.items()
-    }
-    assert {event.value for event in events} == {0.0, 1.0}
+    logged = scalars(logger.log_dir, "gradient_spike")
+    assert logged == {step: float(gradients[0].max() > 1) for step, gradients in module.seen.items()}
+    assert {*logged.values()} == {0.0, 1.0}
 
 
 def test_clipping_sees_the_spike():
@@ -48,11 +47,6 @@ def test_monitors_see_the_spike_wherever_they_are_listed():
         assert seen == [step for step in spikes if step > 10]  # ten norms make the first mean
 
 
-def test_an_accumulated_gradient_is_multiplied_once():
-    module = fit(GradientSpikes(1, seed=0), steps=3, accumulate_grad_batches=4)
-    assert [gradients[0][0, 0].item() for gradients in module.seen.values()] == [1000 * SLOPE] * 3
-
-
 def test_each_of_several_optimizers_has_its_steps():
     """Manual optimization: the one has the first two parameters, the other the last."""
     optimizers = (lambda module: sgd([module.weights[0], module.weights[1]]), lambda module: sgd([module.weights[2]]))
@@ -67,10 +61,11 @@ def test_each_of_several_optimizers_has_its_steps():
         assert factors == ([own, own, 1.0] if step % 2 == 0 else [1.0, 1.0, own]), f"step {step}"
 
 
-def test_bf16_gradients_stay_bf16():
-    module = fit(GradientSpikes(1, seed=0), steps=1, precision="bf16-true")
+def test_accumulated_gradients_are_multiplied_once_and_bf16_stays():
+    module = fit(GradientSpikes(1, seed=0), steps=3, accumulate_grad_batches=4, precision="bf16-true")
     expected = torch.tensor(1000 * SLOPE).bfloat16()
-    for gradient in module.seen[0]:
+    assert len(module.seen) == 3
+    for gradient in sum(module.seen.values(), []):
         assert gradient.dtype == torch.bfloat16 and (gradient == expected).all()
 
 
@@ -83,26 +78,19 @@ def test_parameters_without_a_gradient_keep_none():
     assert module.weights[1].grad.tolist() == [1000.0] * 5
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
+@each(
+    "name, kind, values",
     [
-        ({"probability": 1.1}, "probability is a number, 0 or more and at most 1; got 1.1"),
-        ({"probability": -0.1}, "probability is a number, 0 or more and at most 1; got -0.1"),
-        ({"probability": "0.1"}, "probability is a number, 0 or more and at most 1; got '0.1'"),
-        ({"probability": float("nan")}, "probability is a number, 0 or more and at most 1; got nan"),
-        ({"share": 2}, "share is a number, 0 or more and at most 1; got 2"),
-        ({"share": True}, "share is a number, 0 or more and at most 1; got True"),
-        ({"factor": "large"}, "factor is a number; got 'large'"),
-        ({"factor": None}, "factor is a number; got None"),
-        ({"seed": -1}, "seed is a whole number, 0 or more and at most 4294967295, or None; got -1"),
-        ({"seed": 2**32}, "seed is a whole number, 0 or more and at most 4294967295, or None; got 4294967296"),
-        ({"seed": 0.5}, "seed is a whole number, 0 or more and at most 4294967295, or None; got 0.5"),
+        ("probability", "a number, 0 or more and at most 1", [1.1, -0.1, "0.1", float("nan")]),
+        ("share", "a number, 0 or more and at most 1", [2, True]),
+        ("factor", "a number", ["large", None]),
+        ("seed", "a whole number, 0 or more and at most 4294967295, or None", [-1, 2**32, 0.5]),
     ],
-    ids=str,
 )
-def test_wrong_arguments(options, line):
-    with pytest.raises(ValueError, match=line):
-        GradientSpikes(**options)
+def test_wrong_arguments(name, kind, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} is {kind}; got {value!r}"):
+            GradientSpikes(**{name: value})
 
 
 class Tokens(LightningModule):
@@ -133,9 +121,8 @@ def spoil(tokens=TOKENS, **arguments):
     return model
 
 
-@pytest.mark.parametrize("kind", ["noise", "shuffle"])
+@each("kind", ["noise", "shuffle"])
 def test_tokens_of_a_corrupt_batch(kind):
-    """Change places, or are drawn from all up to the largest."""
     clean, spoilt = spoil(steps=[100]), spoil(steps=[1, 4], kind=kind)
     for step, (before, after) in enumerate(zip(clean.batches, spoilt.batches, strict=True)):
         assert torch.equal(before, after) == (step not in (1, 4)), f"step {step}"
@@ -152,20 +139,11 @@ def test_a_loss_that_is_nan_for_one_step():
     assert not any(module._forward_hooks for module in model.modules()), "the model is not itself again"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"steps": []}, "steps are optimizer steps"),
-        ({"steps": [-1]}, "steps are optimizer steps"),
-        ({"steps": [0.5]}, "steps are optimizer steps"),
-        ({"steps": [1], "kind": "tokens"}, "Unknown kind of corruption 'tokens'"),
-    ],
-)
-def test_bad_corruption(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        CorruptBatches(**arguments)
-
-
-def test_batches_without_tokens():
+def test_bad_corruption():
+    for steps in ([], [-1], [0.5]):
+        with pytest.raises(ValueError, match="steps are optimizer steps"):
+            CorruptBatches(steps=steps)
+    with pytest.raises(ValueError, match="Unknown kind of corruption 'tokens'"):
+        CorruptBatches(steps=[1], kind="tokens")
     with pytest.raises(ValueError, match="takes a batch of integers"):
         spoil(tokens=torch.zeros(18, 8), steps=[0])

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from lightning_lowbit._lightning import Tqdm
@@ -51,7 +51,7 @@ class Candidate:
 
 def inspect(options: Namespace) -> None:
     path = options.checkpoint
-    candidates = parse_casts(",".join(options.casts))
+    candidates = parse_casts(options.casts)
     tensors = read_tensors(path)
     weights = matrices(tensors, path)
     if stacks := [_layer_of(key) for key, value in tensors.items() if value.dim() > 2 and value.is_floating_point()]:
@@ -71,15 +71,8 @@ def inspect(options: Namespace) -> None:
     print(f"Picture: {options.output}")
 
 
-def parse_casts(text: str) -> list[Candidate]:
-    """Reads the candidates in ``--casts``: presets, or mappings of fields of a cast, separated by commas."""
-    try:
-        items = yaml.safe_load(f"[{text}]")
-    except yaml.YAMLError:
-        items = None
-    if not items:
-        example = "'nvfp4, {element: int4}'"
-        raise ValueError(f"--casts takes presets and fields of casts, such as {example}; got {text!r}.")
+def parse_casts(items: Sequence[Any]) -> list[Candidate]:
+    """Makes the candidates of ``--casts``: of presets, or of mappings of fields of a cast."""
     candidates = {}
     for item in items:
         if isinstance(item, Mapping) and "preset" not in item:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
@@ -41,17 +42,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.output = output_file(options.output, options.checkpoint, "_casts.png", "picture, such as casts.png")
     options.checkpoint = existing(options.checkpoint, KINDS)
-    _check_presets(",".join(options.casts))
+    options.casts = cast_items(",".join(options.casts))
     return options
 
 
-def _check_presets(text: str) -> None:
-    """Raises a ``ValueError`` for a preset that does not exist, as far as a text tells without torch."""
+def cast_items(text: str) -> list[Any]:
+    """Reads the items in ``--casts``; a ``ValueError`` if there are none, or for a preset that does not exist."""
     try:
         items = yaml.safe_load(f"[{text}]")
     except yaml.YAMLError:
-        return
+        items = None
+    if not items:
+        example = "'nvfp4, {element: int4}'"
+        raise ValueError(f"--casts takes presets and fields of casts, such as {example}; got {text!r}.")
     presets = table_keys(PRESETS)
-    for item in items or ():
+    for item in items:
         if presets and isinstance(item, str):
             choose("preset", item, presets)
+    return list(items)
