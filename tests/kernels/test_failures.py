@@ -138,8 +138,9 @@ def test_what_plain_code_cannot_mend_is_raised(monkeypatch, language, error):
 
 def test_an_error_of_the_plain_code_too_is_no_fault_of_the_kernel(monkeypatch):
     plant(monkeypatch, operands.CAST, "cpp", Broken(), after=0)
-    with backend("cpp"), pytest.raises(ValueError, match="needs a key"):
+    with backend("cpp"), pytest.raises(ValueError, match="needs a key") as raised:
         quantize_operand(X, DRAWN, 1)
+    assert raised.value.__context__ is None, "it is told once"
     assert operands.CAST.cpp is not None
 
 
