@@ -10,6 +10,7 @@ from lightning_lowbit import LinearCasts, export_checkpoint, load, unpack_frozen
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.export.weights import weights
+from tests.export.originals import greedy
 
 pytestmark = pytest.mark.slow
 
@@ -61,21 +62,10 @@ CASES = [
     ("gpt2", "int4", "dequantized", {}),
     ("llama", "ternary", "dequantized", {}),
 ]
-IDS = [
-    f"{network}-{casts if casts[0] != '{' else number}-{format}"
-    for number, (network, casts, format, _) in enumerate(CASES)
-]
-
-
-@torch.no_grad()
-def continuation(model, tokens, length=12):
-    for _ in range(length):
-        tokens = torch.cat([tokens, model(input_ids=tokens).logits[:, -1:].argmax(-1)], 1)
-    return tokens[0].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:transformers computes with a folder of .* in torch.bfloat16 alone")
-@pytest.mark.parametrize(("network", "casts", "format", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize(("network", "casts", "format", "options"), CASES)
 def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, casts, format, options):
     pytest.importorskip("compressed_tensors")
     options = dict(options)
@@ -86,16 +76,14 @@ def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, 
     parity = exported.parity
     assert len(parity.weights) == len(parity.layers) == len(exported.rows)
     assert max(parity.weights.values()) == 0
-    if not any(
-        row.inputs or row.error for row in exported.rows
-    ):  # else roundings of activations tip over, layer after layer
+    if not any(row.inputs or row.error for row in exported.rows):  # else roundings of activations tip over
         assert parity.logits < 0.03
     original, client = read(checkpoint), FORMATS[format].load(tmp_path / "out")
     if not any(row.error or (row.inputs and row.inputs.amax) for row in exported.rows):
         for layer in (original.layers[row.name] for row in exported.rows if row.inputs is None):
             layer.casts = LinearCasts(fprop_w=layer.casts.fprop_w)
         prompt = torch.tensor([list(b"for number in")])
-        assert continuation(client, prompt) == continuation(original.model, prompt)
+        assert greedy(client, prompt) == greedy(original.model, prompt)
 
 
 def test_zero_points_are_those_that_compressed_tensors_unpacks(trained, tmp_path):
@@ -114,20 +102,14 @@ def test_zero_points_are_those_that_compressed_tensors_unpacks(trained, tmp_path
         assert torch.equal(unpack(own, scheme)["weight"].float(), weight.quantized.dequantize()), weight.name
 
 
-def test_what_is_read_back_equals_what_transformers_reads(trained, tmp_path):
-    pytest.importorskip("compressed_tensors")
-    export_checkpoint(trained("llama", "nvfp4", shared=True), "nvfp4-w4a16", tmp_path / "out")
-    ours, client = unpack_frozen(load(tmp_path / "out")), FORMATS["nvfp4-w4a16"].load(tmp_path / "out")
-    read = dict(client.named_parameters())
-    for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, read[name]), name
-
-
-def test_modelopt_holds_the_codes_that_the_converter_of_compressed_tensors_reads(trained, tmp_path):
+def test_what_is_read_back_equals_what_transformers_reads_and_what_modelopt_holds(trained, tmp_path):
     pytest.importorskip("compressed_tensors")
     checkpoint = trained("llama", "nvfp4", shared=True)
-    export_checkpoint(checkpoint, "modelopt-nvfp4", tmp_path / "modelopt")
-    export_checkpoint(checkpoint, "nvfp4-w4a16", tmp_path / "compressed", parity=False)
-    theirs, ours = load(tmp_path / "modelopt"), load(tmp_path / "compressed")
-    for (name, one), (_, other) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+    for format in ("nvfp4-w4a16", "modelopt-nvfp4"):
+        export_checkpoint(checkpoint, format, tmp_path / format)
+    ours, others = load(tmp_path / "nvfp4-w4a16"), load(tmp_path / "modelopt-nvfp4")
+    for (name, one), (_, other) in zip(ours.named_parameters(), others.named_parameters(), strict=True):
         assert torch.equal(one, other), name
+    client = dict(FORMATS["nvfp4-w4a16"].load(tmp_path / "nvfp4-w4a16").named_parameters())
+    for name, parameter in unpack_frozen(ours).named_parameters():
+        assert torch.equal(parameter, client[name]), name

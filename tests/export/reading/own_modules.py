@@ -117,10 +117,11 @@ class Network(LightningModule):
         self.save_hyperparameters()
         torch.manual_seed(0)
         config = _config(kind)
-        name = {"t5": "T5ForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}.get(kind)
-        name = {"vit": "ViTForImageClassification"}.get(kind, name)
-        cls = AutoModelForCausalLM.from_config if name is None else getattr(transformers, name)
-        self.net = cls(config)
+        self.net = {
+            "t5": transformers.T5ForConditionalGeneration,
+            "llava": transformers.LlavaForConditionalGeneration,
+            "vit": transformers.ViTForImageClassification,
+        }.get(kind, AutoModelForCausalLM.from_config)(config)
 
     def training_step(self, batch, index):
         if self.hparams.kind == "vit":
