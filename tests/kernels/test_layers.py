@@ -1,11 +1,6 @@
 """Layers, and what stands around their casts, have the same bits by every implementation."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +16,8 @@ from lightning_lowbit.kernels.products import decode, scale_and_round
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from tests.kernels import passes
+from tests.kernels.stacks import operands
 from tests.tables import each
-
-ROOT = Path(__file__).parents[2]
 
 
 def results(casts, name):
@@ -52,13 +46,8 @@ def test_cpp():
 
 
 @pytest.mark.slow
-def test_triton_in_its_interpreter():
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", "from tests.kernels.test_layers import compare; compare('triton')"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
+def test_triton_in_its_interpreter(run):
+    run(compare, "triton")
 
 
 def test_each_tensor_is_measured_once_and_each_operand_made_once(monkeypatch):
@@ -90,21 +79,13 @@ def test_each_tensor_is_measured_once_and_each_operand_made_once(monkeypatch):
     }
 
 
-def test_a_compiled_model_calls_the_kernels():
-    """In one graph, and with the bits of eager code."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 16))
-    convert(model, "mxfp8")
+def test_a_compiled_model_has_the_bits_of_eager_code_and_tensors_without_memory_take_plain_code():
+    model = convert(nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 16)), "mxfp8")
     x = torch.randn(32, 64)
-    expected = model(x)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), expected)
-
-
-def test_tensors_without_memory_take_plain_code():
+    assert torch.equal(compiled(x), model(x))
     with FakeTensorMode():
-        model = nn.Sequential(nn.Linear(64, 48))
-        convert(model, "mxfp8")
+        model = convert(nn.Sequential(nn.Linear(64, 48)), "mxfp8")
         assert model(torch.randn(32, 64)).shape == (32, 48)
 
 
@@ -127,8 +108,7 @@ def test_factors_and_biases_of_all_shapes_and_dtypes():
                         expected = scale_and_round(product, pair, bias, dtype)
                     assert products_in_cpp.scale_and_round(product, pair, bias, dtype) is not None
                     assert found.dtype == dtype
-                    where = f"{product.dtype} {[f.shape for f in pair]} {None if bias is None else bias.dtype} {dtype}"
-                    assert torch.equal(found, expected), where
+                    assert torch.equal(found, expected), (product.dtype, pair, bias, dtype)
 
 
 def test_decoded_operands_are_rounded_once():
@@ -215,3 +195,15 @@ def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
         differences, launched = run(passes.emulated_layer, preset)
         assert differences == []
         assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts, preset
+
+
+@pytest.mark.slow
+def test_operands_of_stacks_have_the_bits_of_products_one_by_one(run):
+    texts, count = run(operands.differences, ("nvfp4-4over6", "mxfp4-rht", "fp8-current", "int8", "ufp4"))
+    assert texts == [] and count > 20
+
+
+@pytest.mark.slow
+def test_launches_of_a_grouped_layer_do_not_grow_with_its_experts(run):
+    for preset, experts, expected in (("mxfp8", 2, 9), ("mxfp8", 7, 9), ("nvfp4", 3, 32), ("fp8-row", 3, 15)):
+        assert run(operands.launches, preset, experts) == expected, preset

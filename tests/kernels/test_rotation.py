@@ -96,13 +96,3 @@ def test_support_says_what_is_rotated_before():
         gpu.rotation_obstacle(Cast("int4", Scale("fp32", 24)), 1)
         == "blocks that are not of 1, 2, 4, ... or 256 elements"
     )
-
-
-def test_the_number_of_threads_changes_no_bit(threads):
-    x, found = torch.randn(300, 700).bfloat16(), {}
-    for number in (1, 3):
-        threads(number)
-        found[number] = [
-            quantize_operand(x, cast, dim, KEY, rotation=signs_of(32)).values for cast in CASTS for dim in (0, 1)
-        ]
-    assert all(map(same_bits, found[1], found[3]))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -73,10 +74,7 @@ def test_a_compiler_may_have_arguments_or_a_path_with_spaces(cache, compiler, un
 
 
 def test_a_compiler_that_does_not_end_is_not_tried_elsewhere(cache, compiler, unloaded, monkeypatch):
-    def wait(command, **_):
-        raise subprocess.TimeoutExpired(command, 600)
-
-    monkeypatch.setattr(library.subprocess, "run", wait)
+    monkeypatch.setattr(library.subprocess, "run", mock.Mock(side_effect=subprocess.TimeoutExpired("g++", 600)))
     with pytest.warns(UserWarning, match="cannot be built here .*timed out"):
         assert load() is None
     assert names(cache) == {".lock"}

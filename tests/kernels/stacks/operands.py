@@ -4,18 +4,17 @@ interpreter."""
 import contextlib
 from unittest import mock
 
-import numpy as np
 import torch
 
 from lightning_lowbit import LinearCasts, compilation, convert
 from lightning_lowbit.kernels.forms import CastForm
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.stacks import CAST_STACK, StackForm, plain_stack, stack_sample
+from lightning_lowbit.kernels.stacks import CAST_STACK, StackForm, stack_sample
 from lightning_lowbit.nn import GroupedLinear, LayerKeys
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.quant.call import CastCall, operand_dtype
+from tests.kernels import interpreted
 
-np.seterr(all="ignore")  # divisions by zero are meant
 CPU = torch.device("cpu")
 
 
@@ -53,18 +52,8 @@ def differences_of_many(casts):
 
 
 def differences_of(cases):
-    texts = []
-    for name, arguments in cases.items():
-        with torch.no_grad(), compilation.backend("eager"):
-            expected = plain_stack(*arguments)
-        operand = CAST_STACK.triton(*arguments)
-        pairs = [(expected.values, operand.values), (expected.factor, operand.factor)]
-        for what, (a, b) in zip(("values", "factors"), pairs, strict=True):
-            if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
-                texts.append(f"{what} of {name}")
-        if expected.ends != operand.ends:
-            texts.append(f"ends of {name}")
-    return texts, len(cases)
+    texts = [interpreted.by_operation(CAST_STACK, arguments, name) for name, arguments in cases.items()]
+    return sum(texts, []), len(cases)
 
 
 def launches(preset, experts):
