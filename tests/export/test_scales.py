@@ -7,7 +7,6 @@ from torch import nn
 from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, Scale, TernaryPrecision, quantize
 from lightning_lowbit.export.formats import bitnet
 from lightning_lowbit.export.formats.gguf.blocks import block_type, pack
-from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.weights import weights
 from tests.export.originals import trained_model
 from tests.tables import each
@@ -77,18 +76,3 @@ def test_gguf_and_bitnet_know_where_float16_ends():
         with pytest.raises(ValueError, match="give --dtype bf16 or fp32"):
             bitnet.error(weight, torch.float16)
         assert bitnet.error(weight, torch.bfloat16) >= 0
-
-
-@each(
-    ("scale", "element", "format"),
-    [
-        (Scale("e8m0", 32, two_level=True), "e2m1", "mxfp4"),
-        (Scale("e8m0", 32, "floor", prescale=0.75), "e2m1", "mxfp4"),
-        (Scale("e8m0", 32, two_level=True), "e4m3", "mxfp8"),
-        (Scale("bf16", 32, two_level=True), "int4", "int4"),
-        (Scale("e4m3", 16, two_level=True), "int4", "int4"),
-    ],
-)
-def test_a_second_level_is_not_left_out(scale, element, format):
-    original = trained_model(nn.Sequential(nn.Linear(64, 8)), LinearCasts(fprop_w=Cast(element, scale)))
-    assert "and the weight has" in str(FORMATS[format].obstacle("0", original.layers["0"]))

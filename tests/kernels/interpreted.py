@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
@@ -32,7 +33,6 @@ _place = torch.device("cpu")  # where kernels run
 
 @contextlib.contextmanager
 def kernels_on(device):
-    """Within this context kernels run on a device."""
     global _place
     previous, _place = _place, torch.device(device)
     try:
@@ -60,20 +60,10 @@ def there(function, *arguments):
         view = torch.empty(0, dtype=tensor.dtype, device=_place)
         return view.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    results = function(*_mapped(copied, arguments))
+    results = function(*tree_map_only(Tensor, copied, arguments))
     for memory, copy in copies.values():
         memory.copy_(copy)
-    return _mapped(Tensor.cpu, results)
-
-
-def _mapped(function, value):
-    """A structure with other tensors."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if not isinstance(value, tuple | list):
-        return value
-    parts = [_mapped(function, part) for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return tree_map_only(Tensor, Tensor.cpu, results)
 
 
 class Case(NamedTuple):
@@ -139,7 +129,6 @@ def differences_of_amax(x):
 
 @_of_cases
 def differences_of_delay(case):
-    """Where the kernel of delayed scaling records or chooses another amax."""
     own, in_force, staged, places = case
     records = [None if staged is None else staged.clone() for _ in range(2)]
     found = there(gpu.delayed_amax, own, in_force, records[0], places)
@@ -150,7 +139,6 @@ def differences_of_delay(case):
 
 @_of_cases
 def differences_of_packing(case):
-    """Where codes and scales, or what is unpacked from them, are others than those of plain code."""
     x, call, where = case.x, _call(case), f"{case.cast}, dim {case.dim}, {describe(case.x)}"
     if not there(gpu.packs, case.cast, x, case.dim):
         return [f"not covered: {where}"]
@@ -165,7 +153,6 @@ def differences_of_packing(case):
 
 @_of_cases
 def differences_of_layout(case):
-    """Where operands of native GEMMs, with a scale for so many elements, are others than those of plain code."""
     case, block = case
     cast, dim, x = case.cast, case.dim, case.x
     call, where = _call(case, block=block), f"{cast}, dim {dim}, {describe(x)}, amax {case.amax}"
@@ -188,7 +175,6 @@ def differences_of_layout(case):
 
 @_of_cases
 def differences_of_rotation(case):
-    """Where the kernels make others of rotated groups than the plain code: values, amaxes, and rotated matrices."""
     (cast, dim, x, *_, number), size = case
     signs = Hadamard(size, "keyed").diagonal(torch.tensor(number), x.device)
     where = f"{cast}, dim {dim}, {describe(x)}, rotated by {size}"
@@ -202,12 +188,10 @@ def differences_of_rotation(case):
 
 @_of_cases
 def differences_of_bytes(case):
-    """Where the kernel copies a matrix of bytes, with zeros below and to the right, otherwise than plain code."""
     return by_operation(PAD, case, f"{describe(case[0])}, {case[1:]} rows and columns more")
 
 
 def differences_of_signs(keys):
-    """Where the kernel draws others than the plain code, for each size of groups."""
     return [text for size in SIZES for text in by_operation(SIGNS, (keys, size), f"signs of groups of {size}")]
 
 
@@ -216,7 +200,6 @@ def _decoded(cast, codes):
 
 
 def shard(x, cast, dim, place):
-    """The values of a shard."""
     return there(gpu.make_operand, x, CastCall(cast, dim, torch.tensor(KEY), None, torch.float32, place)).values
 
 

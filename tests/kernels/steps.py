@@ -135,7 +135,6 @@ def launched(run):
 
 
 def launches(shapes):
-    """Each kernel once with the same constants."""
     found = {}
     for options, dtype in CASES:
         parameters = make_parameters(dtype, shapes)

@@ -165,7 +165,6 @@ def test_the_number_of_threads_changes_no_bit(threads):
 
 
 def test_golden_inputs():
-    """The plain code equals the golden vectors, and these the plain code."""
     nvfp4 = LinearCasts.preset("nvfp4").fprop_x
     casts = {name: LinearCasts.preset(name).fprop_x for name in ("mxfp4", "mxfp6", "mxfp8")}
     casts |= {"nvfp4_1x16": nvfp4, "nvfp4_16x16": nvfp4.replace(scale={"block": (16, 16)})}

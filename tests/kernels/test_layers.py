@@ -16,7 +16,6 @@ from lightning_lowbit.kernels.products import decode, scale_and_round
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from tests.kernels import passes
-from tests.kernels.stacks import operands
 from tests.tables import each
 
 
@@ -175,7 +174,7 @@ def test_amaxes_that_are_not_float32_take_plain_code():
 def test_a_native_layer_launches_little(run, preset, launches):
     """Five casts, of which one makes both operands of the gradient; amaxes of three tensors, and a copy of keys; three
     GEMMs, and a bias with its gradient."""
-    assert run(passes.native_layer, preset) == ([], launches)
+    assert run(passes.layer_passes, preset, True)[:2] == ([], launches)
 
 
 @pytest.mark.slow
@@ -192,18 +191,18 @@ def test_passes_after_a_warm_up_can_be_captured_in_a_graph(run, preset):
 def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
     """Not where one of them is rotated; the layer of that preset takes its weight from the forward pass."""
     for preset, casts in (("nvfp4", (1, 2)), ("mxfp8", (1, 2)), ("nvfp4-nvidia", (0, 3))):
-        differences, launched = run(passes.emulated_layer, preset)
+        differences, _, launched = run(passes.layer_passes, preset, False)
         assert differences == []
         assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts, preset
 
 
 @pytest.mark.slow
 def test_operands_of_stacks_have_the_bits_of_products_one_by_one(run):
-    texts, count = run(operands.differences, ("nvfp4-4over6", "mxfp4-rht", "fp8-current", "int8", "ufp4"))
+    texts, count = run(passes.differences_of_stacks, ("nvfp4-4over6", "mxfp4-rht", "fp8-current", "int8", "ufp4"))
     assert texts == [] and count > 20
 
 
 @pytest.mark.slow
 def test_launches_of_a_grouped_layer_do_not_grow_with_its_experts(run):
     for preset, experts, expected in (("mxfp8", 2, 9), ("mxfp8", 7, 9), ("nvfp4", 3, 32), ("fp8-row", 3, 15)):
-        assert run(operands.launches, preset, experts) == expected, preset
+        assert run(passes.grouped_layer, preset, experts) == expected, preset

@@ -17,9 +17,8 @@ from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.quant import quantize_operand
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.shard import Shard
-from tests.kernels import interpreted
+from tests.kernels import interpreted, passes
 from tests.kernels.interpreted import Case
-from tests.kernels.stacks import operands
 from tests.kernels.test_layers import DELAYED
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
@@ -47,7 +46,6 @@ def casts_of(preset):
 @pytest.mark.fast("nvfp4-nvidia", "mxfp4-rht", "fp8-row", "int4")
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "bf16"])
 def test_all_casts_of_presets(run, preset):
-    """Shapes are not multiples of blocks."""
     cases = [
         Case(cast, dim, sample(rows, columns, dtype))
         for cast in casts_of(preset)
@@ -185,7 +183,7 @@ def test_two_operands_from_one_read(run):
 
 
 def test_operands_of_all_products_of_a_stack(run):
-    assert run(operands.differences, ("mxfp8",)) == ([], 4)
+    assert run(passes.differences_of_stacks, ("mxfp8",)) == ([], 4)
 
 
 def test_the_largest_magnitude(run):
@@ -207,7 +205,6 @@ def test_a_contraction_of_one_code_in_e4m3_is_left_to_plain_code():
 
 
 def test_bytes_in_the_order_of_gemms(run):
-    """Copies of codes, transposed or with zeros around them, for GEMMs that read rows."""
     codes = torch.arange(70 * 150).view(70, 150).to(torch.uint8)
     cases = [(x, *more) for x in (codes.t(), codes[:, :33], codes[:1].t()) for more in ((0, 0), (10, 2))]
     cases += [(codes.view(torch.int8).t(), 0, 4), (codes.clamp(max=100).view(torch.float8_e4m3fn).t(), 3, 0)]

@@ -16,11 +16,10 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
-from tests.kernels import interpreted, steps, test_triton
+from tests.kernels import interpreted, passes, steps, test_triton
 from tests.kernels.emulator.instructions import e2m1_of
 from tests.kernels.emulator.ptx import Kernel, Memory
 from tests.kernels.interpreted import Case
-from tests.kernels.stacks import operands
 from tests.optim.parameters import make_parameters, set_gradients
 from tests.quant.tensors import NVFP4
 
@@ -34,44 +33,40 @@ pytestmark = [
 
 def emulate(launch, reachable=()):
     """Runs a launch on tensors of the CPU, and on those that are ``reachable`` by addresses in the argument ``x``."""
-    compiled = compile_for(launch, ARCH)
+    compiled, table = compile_for(launch, ARCH), launch.arguments["x"]
     kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch, ARCH)
     tensors = [*reachable, *(value for value in launch.arguments.values() if isinstance(value, Tensor))]
-    tensors = list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+    tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
     places, end = {}, 256
-    for tensor in tensors:
-        places[tensor.untyped_storage().data_ptr()] = end
-        end += -(-tensor.untyped_storage().nbytes() // 256) * 256 + 256
+    for start, tensor in tensors.items():
+        places[start] = slice(end, end + tensor.untyped_storage().nbytes())
+        end = -(-places[start].stop // 256) * 256 + 256
     memory = Memory(end)
-    for tensor, place in zip(tensors, places.values(), strict=True):
-        held = _bytes(tensor)
-        memory.bytes[place : place + len(held)] = held
+    for start, tensor in tensors.items():
+        memory.bytes[places[start]] = _bytes(tensor)
+
+    def address(tensor):
+        return places[tensor.untyped_storage().data_ptr()].start + tensor.storage_offset() * tensor.itemsize
+
+    addresses = {tensor.data_ptr(): address(tensor) for tensor in reachable}
     if reachable:
-        places_of = {
-            t.data_ptr(): places[t.untyped_storage().data_ptr()] + t.storage_offset() * t.itemsize for t in reachable
-        }
-        table = launch.arguments["x"]
-        here = table.detach().clone().apply_(lambda number: places_of.get(number, number))
-        begin = places[table.untyped_storage().data_ptr()]
-        memory.bytes[begin : begin + here.nbytes] = _bytes(here)
+        here = table.detach().clone().apply_(lambda number: addresses.get(number, number))
+        memory.bytes[address(table) : address(table) + here.nbytes] = _bytes(here)
     arguments = []
     for name in kernel.arg_names:
         value = launch.arguments.get(name)
         if isinstance(value, Tensor):
-            arguments.append(places[value.untyped_storage().data_ptr()] + value.storage_offset() * value.itemsize)
+            arguments.append(address(value))
         elif name not in constants and value is not None and value != 1:
             arguments.append(value)
     with np.errstate(all="ignore"):
         Kernel(compiled.asm["ptx"]).run(launch.programs, arguments, memory, compiled.metadata.shared + 16)
-    for tensor, place in zip(tensors, places.values(), strict=True):
-        held = _bytes(tensor)
-        if reachable and tensor is launch.arguments["x"] and tensor.dtype == torch.int64:
-            continue  # with the addresses of the host
-        held[:] = memory.bytes[place : place + len(held)]
+    for start, tensor in tensors.items():
+        if not (reachable and tensor is table and tensor.dtype == torch.int64):  # with the addresses of the host
+            _bytes(tensor)[:] = memory.bytes[places[start]]
 
 
 def _bytes(tensor):
-    """The memory of a tensor."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
@@ -123,10 +118,10 @@ def test_other_architectures(monkeypatch, arch):
 
 
 def test_operands_of_stacks():
-    texts, count = operands.differences(("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-row"))
+    texts, count = passes.differences_of_stacks(("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-row"))
     assert texts == [] and count > 15
     stochastic = NVFP4.replace(rounding="stochastic")
-    assert operands.differences_of_many((stochastic, Cast("e4m3", Scale("fp32", "row")))) == ([], 4)
+    assert passes.differences_of_long_stacks((stochastic, Cast("e4m3", Scale("fp32", "row")))) == ([], 4)
 
 
 def test_operands_of_native_gemms_by_instructions_for_codes(monkeypatch):
@@ -158,7 +153,6 @@ def test_the_instruction_for_e2m1_rounds_as_its_manual_says():
 
 
 def step_twice(options, dtype, emulated):
-    """Parameters and their state."""
     parameters = make_parameters(dtype, [(), (300,), (2, 3, 130), (24, 128)])
     optimizer = ClippedAdam(parameters, lr=1e-2, **options)
 

@@ -6,7 +6,7 @@ Q8_K), and keep keys and values in float16. So logits are compared with those of
 alone; they differ by 0.2 to 0.4 % of their norm (llama.cpp b11739, AVX2).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 import lightning_lowbit
 from lightning_lowbit import LowBitPrecision
-from lightning_lowbit.export.formats.base import Options, Written
+from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
-from lightning_lowbit.export.trained_model import TrainedModel, read
+from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.recipes.data import TextDataModule
@@ -61,13 +61,6 @@ CASES = {
 }
 
 
-@dataclass
-class Export:
-    original: TrainedModel
-    folder: Path
-    rows: list[Written]
-
-
 def train(network, config, casts, skip, folder):
     model = CausalLM(network, {**config, "use_cache": False}, optimizer=partial(torch.optim.AdamW, lr=3e-3))
     data = TextDataModule(str(CODE / "quant"), sequence_length=64, batch_size=8)
@@ -83,7 +76,7 @@ def export(request, tmp_path_factory):
     rows = GGUF.write(original, folder, Options())
     assert {row.format for row in rows} == kinds and {row.name for row in rows} == {*original.layers}
     assert all(row.error == 0 for row in rows)
-    return Export(original, folder, rows)
+    return original, folder, rows
 
 
 def read_file(folder):
@@ -92,10 +85,11 @@ def read_file(folder):
 
 
 def test_the_file_holds_the_weights(export):
-    original, found = export.original, read_file(export.folder)
+    original, folder, rows = export
+    found = read_file(folder)
     network = network_of(original.config)
-    sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(export.folder / "model.gguf").tensors}
-    for weight, row in zip(weights(original), export.rows, strict=True):
+    sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(folder / "model.gguf").tensors}
+    for weight, row in zip(weights(original), rows, strict=True):
         part, q = network.name(weight.name), weight.quantized
         assert row.bytes == sizes[f"{part}.weight"] + sizes.get(f"{part}.scale", 0)
         assert part is not None
@@ -118,7 +112,6 @@ def logits(original, tokens):
 
 
 def difference(found, expected):
-    """The norm of the difference of logits, relative to their own."""
     return float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
 
 
@@ -129,7 +122,8 @@ def with_high_precision_inputs(original):
 
 
 def test_llama_cpp_computes_the_logits_of_the_training(export):
-    llama, original = client(export.folder), export.original
+    original, folder, _ = export
+    llama = client(folder)
     text = (CODE / "checks.py").read_bytes()[1000:1256]
     tokens = torch.tensor([*text]).view(2, 128)
     found, trained = llama(input_ids=tokens).logits, logits(original, tokens)

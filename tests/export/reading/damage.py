@@ -65,7 +65,6 @@ def whole(kind, parent, recorded=True):
 
 
 def in_shards(folder):
-    """Writes the tensors of a folder to two files with an index."""
     tensors = load_file(folder / WEIGHTS)
     names, half = sorted(tensors), len(tensors) // 2
     where = {}
@@ -129,7 +128,6 @@ def change_tensor(folder, name, change):
 
 
 def change_some_tensor(folder, draw, change):
-    """Applies a change to one tensor; returns its name."""
     name = draw.choice(sorted(load_file(folder / WEIGHTS)))
     change_tensor(folder, name, lambda tensor: change(tensor, draw))
     return name

@@ -88,7 +88,6 @@ CALL, ENDS = CastCall(NVFP4, 1), [2, 2, 6]
     ],
 )
 def test_operands_that_do_not_fit_are_refused(x, w, x_call, ends, bias):
-    """Kernels would read the memory behind the smaller one."""
     right = CastCall(NVFP4, x_call.dim, rotation=x_call.rotation)
     left = stack_operand(x, x_call._replace(key=None), ends)._replace(call=x_call)
     with pytest.raises(ValueError, match=r"A stack of \d products takes ascending ends of all rows.*by stack_operand"):

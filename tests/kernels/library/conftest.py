@@ -10,7 +10,6 @@ from tests.kernels.library.loads import forget
 
 @pytest.fixture
 def unloaded():
-    """The kernels are loaded anew within a test, and after it."""
     forget()
     yield
     forget()

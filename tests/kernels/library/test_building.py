@@ -95,7 +95,6 @@ def test_without_a_compiler_plain_code_runs_after_one_warning(cache, monkeypatch
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
 @pytest.mark.parametrize("instructions", ["x86-64", "haswell"])
 def test_older_instruction_sets_give_the_same_bits(tmp_path, instructions):
-    """By the tests of casts."""
     environment = compiler_with(f"-march={instructions}", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(Path(__file__).parents[1] / "test_casts.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import (
@@ -90,7 +91,6 @@ def _unpacked(view, packed, cast, dim, x):
 
 
 def differences(name):
-    """Where a view of another sign changes what kernels of a backend make."""
     differing = []
     with backend(name):
         for source in (torch.float32, torch.bfloat16):
@@ -106,9 +106,7 @@ def differences(name):
 
 
 def _flat(made):
-    if isinstance(made, Tensor):
-        return [made]
-    return [tensor for part in made if part is not None for tensor in _flat(part)]
+    return [part for part in tree_leaves(made) if isinstance(part, Tensor)]
 
 
 def _bits(tensor):

@@ -108,7 +108,6 @@ PACKED = [
 
 
 def cut(data):
-    """Bytes that are not those of a matrix."""
     return {
         "one less": data[:-1],
         "half": data[: len(data) // 2],

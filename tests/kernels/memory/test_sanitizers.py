@@ -38,7 +38,6 @@ def runtimes():
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """In which kernels are built with the sanitizers."""
     options = "detect_leaks=0:abort_on_error=0:exitcode=99:allocator_may_return_null=1"
     return {
         **compiler_with(FLAGS, tmp_path_factory.mktemp("sanitized")),
@@ -50,7 +49,6 @@ def environment(tmp_path_factory):
 
 
 def run(environment, *arguments, status=0):
-    """Runs Python; returns what it has told."""
     command = [sys.executable, *arguments]
     result = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
     output = result.stdout + result.stderr
