@@ -1,5 +1,6 @@
 """Layers, and what stands around their casts, have the same bits by every implementation."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -93,31 +94,30 @@ def test_a_compiled_model_has_the_bits_of_eager_code_and_tensors_without_memory_
 
 def test_factors_and_biases_of_all_shapes_and_dtypes():
     torch.manual_seed(0)
-    rows, columns = 40, 70
-    factors = [torch.randn(()), torch.randn(rows, 1), torch.randn(1, columns)]
-    whole = torch.randint(-(2**30), 2**30, (rows, columns), dtype=torch.int32)
-    real = torch.randn(rows, columns)
-    for product in (real, real.bfloat16(), (whole >> 24).to(torch.int8), whole):
-        for pair in ([], factors[:1], factors[1:2], factors[:2], factors[1:], [factors[2], factors[0]]):
-            for bias in (None, torch.randn(columns), torch.randn(columns).bfloat16(), torch.randn(1, columns)):
-                for dtype in (torch.float32, torch.bfloat16):
-                    with backend("cpp"):
-                        found = scale_and_round(product, pair, bias, dtype)
-                    with backend("eager"):
-                        expected = scale_and_round(product, pair, bias, dtype)
-                    assert products_in_cpp.scale_and_round(product, pair, bias, dtype) is not None
-                    assert found.dtype == dtype
-                    assert torch.equal(found, expected), (product.dtype, pair, bias, dtype)
+    whole, real = torch.randint(-(2**30), 2**30, (40, 70), dtype=torch.int32), torch.randn(40, 70)
+    one, rows, columns = torch.randn(()), torch.randn(40, 1), torch.randn(1, 70)
+    for product, pair, bias, dtype in itertools.product(
+        (real, real.bfloat16(), (whole >> 24).to(torch.int8), whole),
+        ([], [one], [rows], [one, rows], [rows, columns], [columns, one]),
+        (None, torch.randn(70), torch.randn(70).bfloat16(), torch.randn(1, 70)),
+        (torch.float32, torch.bfloat16),
+    ):
+        with backend("cpp"):
+            found = scale_and_round(product, pair, bias, dtype)
+        with backend("eager"):
+            expected = scale_and_round(product, pair, bias, dtype)
+        assert products_in_cpp.scale_and_round(product, pair, bias, dtype) is not None
+        assert found.dtype == dtype and torch.equal(found, expected), (product.dtype, pair, bias, dtype)
 
 
 def test_decoded_operands_are_rounded_once():
     torch.manual_seed(0)
-    values, rows = torch.randn(40, 70) * 100, torch.randn(40, 1)
-    for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64):
-        for factor in (None, torch.tensor(0.3), rows, torch.rand(1, 70)):
-            for stack in (values.to(dtype), values.to(dtype)[None]):
-                expected = stack.float() if factor is None else stack.float() * factor
-                assert torch.equal(decode(stack, factor, torch.bfloat16), expected.bfloat16()), (dtype, stack.shape)
+    values, dtypes = torch.randn(40, 70) * 100, (torch.int8, torch.bfloat16, torch.float32, torch.float64)
+    factors = (None, torch.tensor(0.3), torch.randn(40, 1), torch.rand(1, 70))
+    for dtype, factor in itertools.product((*dtypes, torch.float8_e4m3fn), factors):
+        for stack in (values.to(dtype), values.to(dtype)[None]):
+            expected = stack.float() if factor is None else stack.float() * factor
+            assert torch.equal(decode(stack, factor, torch.bfloat16), expected.bfloat16()), (dtype, stack.shape)
 
 
 def test_what_is_not_covered_takes_plain_code():
