@@ -78,7 +78,8 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
             f"{checkpoint} does not tell how it was trained: it holds no casts. Export a checkpoint of a run with a "
             "plugin of lightning_lowbit, not one of weights alone."
         )
-    hyper_parameters = loaded.get("hyper_parameters") or {}
+    if (hyper_parameters := loaded.get("hyper_parameters")) is None:
+        hyper_parameters = {}
     if not isinstance(hyper_parameters, Mapping) or not all(isinstance(name, str) for name in hyper_parameters):
         raise ValueError(f"{checkpoint} has hyper_parameters that are no mapping of names: it is damaged.")
     trained = Trained.read(state["trained"])

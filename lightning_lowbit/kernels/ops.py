@@ -86,7 +86,7 @@ def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
         ValueError: from the plain code, or tensors that do not fit each other.
         torch.OutOfMemoryError: of kernels too, since plain code needs more memory.
     """
-    kernel, form = None, None
+    kernel, form, result, failure = None, None, None, None
     if is_dense(x) and (language := kernels_for(x)) is not None:
         if language == "cpp":
             kernel = operation.cpp
@@ -96,17 +96,18 @@ def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
                 kernel = operation.triton
     if x.is_neg():
         x = resolved(x)
-    if kernel is None:
-        return operation.plain(x, *arguments)
-    try:
-        result = kernel(x, *arguments)
-    except Exception as error:
-        if not is_of_kernel(error):
-            raise
-        result = operation.plain(x, *arguments)  # if this raises, too, the kernel is not at fault
-        operation.leave(form, x.device, error)
-        return result
-    return operation.plain(x, *arguments) if result is None else result
+    if kernel is not None:
+        try:
+            result = kernel(x, *arguments)
+        except Exception as error:
+            if not is_of_kernel(error):
+                raise
+            failure = error.with_traceback(None)  # which would keep tensors
+    if result is None:
+        result = operation.plain(x, *arguments)
+    if failure is not None:  # the plain code has not raised: the kernel is at fault
+        operation.leave(form, x.device, failure)
+    return result
 
 
 def run_in_graph(operation: Operation, x: Tensor, call: CastCall) -> list[Tensor]:

@@ -15,7 +15,6 @@ from tests.export.originals import VOCABULARY, language_model, trained_model
 
 TERNARY = LinearCasts.preset("ternary")
 FORMAT = bitnet.FORMATS["bitnet"]
-PACKED = [name for name in golden.cases("bitnet") if f"{name}/packed" in golden.load("bitnet")]
 
 
 def layer_of(casts, made=None):
@@ -23,9 +22,8 @@ def layer_of(casts, made=None):
 
 
 def test_bytes_and_scales_are_those_of_transformers():
-    for name in PACKED:
-        case = golden.case("bitnet", name)
-        if len(case["w"]) % 4:
+    for name, case in ((name, golden.case("bitnet", name)) for name in golden.cases("bitnet")):
+        if "packed" not in case or len(case["w"]) % 4:
             continue
         quantized = quantize(case["w"], TERNARY.cast_of("fprop_w"))
         tensors = bitnet.tensors(Weight(name, layer_of(TERNARY), quantized))
@@ -44,15 +42,14 @@ def test_the_reciprocal_of_weight_scale_is_the_scale_to_the_bit():
 def test_layers_that_it_cannot_hold_are_refused_by_name():
     weight, x = TERNARY.fprop_w, TERNARY.fprop_x
     by_row = TERNARY.replace(fprop_w=weight.replace(scale={"block": "row"}))
-    refused = [
+    for layer, message in (
         (layer_of(LinearCasts.preset("int4")), "ternary weights with one scale of the tensor"),
         (layer_of(by_row), "ternary weights with one scale of the tensor"),
         (layer_of(TERNARY.replace(fprop_x=x.replace(element="int4"))), "quantizes inputs by int8"),
         (layer_of(TERNARY, nn.Linear(16, 6)), "its 6 out_features are no multiple of 4"),
         (layer_of(TERNARY, nn.Conv2d(4, 8, 1)), "is no nn.Linear"),
         (layer_of(TERNARY.replace(fprop_x=None, wgrad_x=None)), "the training not at all: take int2, or gguf"),
-    ]
-    for layer, message in refused:
+    ):
         assert message in str(bitnet.obstacle("0", layer))
     absmax = TERNARY.replace(fprop_w=Cast("ternary", Scale("fp32", "tensor")))
     assert [bitnet.obstacle("0", layer_of(casts)) for casts in (TERNARY, absmax)] == [None] * 2
@@ -75,14 +72,11 @@ def test_layers_that_stay_are_named_so_that_no_other_is():
 
 
 def test_a_dtype_that_rounds_the_scale_is_told():
-    for weight in weights(trained_model(nn.Sequential(nn.Linear(64, 64)), TERNARY)):
-        assert bitnet.error(weight, torch.float32) == 0
-        scale = weight.quantized.scales.item()
-        assert bitnet.error(weight, torch.bfloat16) == pytest.approx(abs(1 / bfloat16(1 / scale) - scale), rel=1e-4)
-
-
-def bfloat16(number):
-    return torch.tensor(number).bfloat16().item()
+    [weight] = weights(trained_model(nn.Sequential(nn.Linear(64, 64)), TERNARY))
+    assert bitnet.error(weight, torch.float32) == 0
+    scale = weight.quantized.scales.double().reshape(())
+    expected = (1 / (1 / scale).bfloat16().double() - scale).abs().item()
+    assert bitnet.error(weight, torch.bfloat16) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow

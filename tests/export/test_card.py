@@ -8,23 +8,20 @@ import pytest
 import torch
 import yaml
 
-from lightning_lowbit import export_checkpoint
 from lightning_lowbit.export.card import PROGRAMS, portable
 from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.recipes.models import CausalLM
+from tests.export.originals import export
 from tests.tables import each
 
 
-def export(checkpoint, format, folder, **options):
-    return export_checkpoint(checkpoint, format, folder, **{"parity": False, **options})
+def metadata(folder):
+    return yaml.safe_load((folder / "README.md").read_text().split("---")[1])
 
 
-def metadata(card):
-    return yaml.safe_load(card.split("---")[1])
-
-
-def code(card):
-    return re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+def code(folder):
+    return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
 
 
 def test_a_card_and_the_files_of_transformers_come_with_it(trained, tmp_path):
@@ -63,38 +60,27 @@ def test_what_the_hub_reads(trained, base, tmp_path):
     plain = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     tags = ["lightning_lowbit", "quantized", "mxfp8"]
     export(checkpoint, "mxfp8", tmp_path / "alone")
-    alone = (tmp_path / "alone" / "README.md").read_text()
-    assert metadata(alone) == {"license": "unknown", **plain, "tags": tags}
-    assert "The license is not known" in alone
+    assert metadata(tmp_path / "alone") == {"license": "unknown", **plain, "tags": tags}
+    assert "The license is not known" in (tmp_path / "alone" / "README.md").read_text()
     export(checkpoint, "mxfp8", tmp_path / "mit", license="mit")
-    assert metadata((tmp_path / "mit" / "README.md").read_text())["license"] == "mit"
+    assert metadata(tmp_path / "mit")["license"] == "mit"
     export(moved(checkpoint, tmp_path / "based.ckpt", base), "mxfp8", tmp_path / "based")
     found = {"license": "apache-2.0", **plain, "language": ["en", "de"], "base_model": "someone/large", "tags": tags}
     based = (tmp_path / "based" / "README.md").read_text()
-    assert metadata(based) == {**found, "base_model_relation": "quantized"}
+    assert metadata(tmp_path / "based") == {**found, "base_model_relation": "quantized"}
     assert "not known" not in based and "| base model | base |" in based
-
-
-def test_the_settings_of_generation_are_those_of_the_base(trained, base, tmp_path):
-    export(moved(trained("llama", "mxfp8", steps=2), tmp_path / "based.ckpt", base), "mxfp8", tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    found = json.loads((tmp_path / "based" / "generation_config.json").read_text())
     assert (found["eos_token_id"], found["temperature"], found["do_sample"]) == ([0, 10], 0.5, True)
 
 
 def test_no_file_names_a_folder_of_this_machine(trained, base, tmp_path):
     checkpoint = moved(trained("llama", "mxfp8", steps=2), tmp_path / "based.ckpt", base)
+    bytes_tokenizer().save_pretrained(tmp_path / "tokenizer")
     for format in ("mxfp8", "dequantized"):
-        export(checkpoint, format, tmp_path / format, tokenizer=str(tokenizer_folder(tmp_path)))
+        export(checkpoint, format, tmp_path / format, tokenizer=str(tmp_path / "tokenizer"))
         for path in (tmp_path / format).rglob("*"):
             assert str(tmp_path).encode() not in path.read_bytes(), path
         assert "| network | base |" in (tmp_path / format / "README.md").read_text()
-
-
-def tokenizer_folder(folder):
-    from lightning_lowbit.export.tokenizer import bytes_tokenizer
-
-    bytes_tokenizer().save_pretrained(folder / "tokenizer")
-    return folder / "tokenizer"
 
 
 @each(
@@ -128,9 +114,8 @@ def test_each_format_says_who_runs_it():
 def test_the_code_of_a_card_is_python(trained, tmp_path):
     for format in ("mxfp8", "dequantized"):
         export(trained("llama", "mxfp8", steps=2), format, tmp_path / format)
-        card = (tmp_path / format / "README.md").read_text()
-        assert "## Use" in card and code(card)
-        for block in code(card):
+        assert "## Use" in (tmp_path / format / "README.md").read_text() and code(tmp_path / format)
+        for block in code(tmp_path / format):
             ast.parse(block)
             assert format in block
 
@@ -141,7 +126,7 @@ def test_the_code_of_a_card_runs(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for format in ("mxfp8", "dequantized", "onnx"):
         export(trained("llama", "mxfp8", steps=2), format, tmp_path / format)
-        for block in code((tmp_path / format / "README.md").read_text()):
+        for block in code(tmp_path / format):
             exec(block, {})
 
 
@@ -149,9 +134,7 @@ def test_a_folder_without_a_tokenizer_says_so(trained, tmp_path):
     loaded = torch.load(trained("llama", "mxfp8", steps=2), weights_only=True)
     torch.save({key: value for key, value in loaded.items() if not key.endswith("DataModule")}, tmp_path / "own.ckpt")
     for format in ("mxfp8", "dequantized"):
-        with pytest.warns(
-            UserWarning, match="does not tell its tokenizer.*give --tokenizer bytes, a folder, or a name"
-        ):
+        with pytest.warns(UserWarning, match="not tell its tokenizer.*give --tokenizer bytes, a folder, or a name"):
             export(tmp_path / "own.ckpt", format, tmp_path / format)
         assert not (tmp_path / format / "tokenizer.json").exists()
     export(tmp_path / "own.ckpt", "mxfp8", tmp_path / "told", tokenizer="bytes")

@@ -1,6 +1,6 @@
 """Adapters of PEFT that are merged and brought to few bits by one export."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -18,35 +18,26 @@ from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.export.trained_model import TrainedModel, read
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.adapters import LoRACausalLM
-from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightning_imports import quiet_trainer
+from tests.export.originals import TEXT, fit
 from tests.tables import each
 
 peft = pytest.importorskip("peft")
 # PEFT reads a name that transformers has renamed.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 256}
 INT4 = {"fprop_w": {"element": "int4", "scale": {"format": "fp32", "block": "row"}}, "dgrad_w": "fprop"}
 LORA = "lightning_lowbit.recipes.adapters.LoRACausalLM"
-TEXT = "for number in range(10):\n    print(number, 'of ten')\n" * 60
-
-
-def fit(model, precision, folder, steps):
-    (folder / "text.txt").write_text(TEXT)
-    data = TextDataModule(str(folder / "text.txt"), sequence_length=32, batch_size=8, val_fraction=0.3)
-    trainer = quiet_trainer(max_steps=steps, plugins=precision, limit_val_batches=0)
-    trainer.fit(model, data)
-    trainer.save_checkpoint(folder / "last.ckpt")
-    return folder / "last.ckpt"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A folder of a model that knows the text."""
     folder = tmp_path_factory.mktemp("base")
-    config = {"vocab_size": 256, "max_position_embeddings": 128, **SIZES}
-    model = CausalLM("llama", config, seed=0, optimizer=partial(torch.optim.AdamW, lr=3e-3))
+    model = CausalLM(
+        "llama", {"max_position_embeddings": 128, **SIZES}, seed=0, optimizer=partial(torch.optim.AdamW, lr=3e-3)
+    )
     fit(model, LowBitPrecision("bf16"), folder, 30)
     model.model.save_pretrained(folder / "model", latent=True)
     return folder / "model"
@@ -55,17 +46,13 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapted(base, tmp_path_factory):
     """A function that trains adapters on the base in some casts, and returns the checkpoint's path."""
-    made = {}
 
+    @cache
     def train(casts):
-        if casts not in made:
-            kept = {"nvfp4": "nvfp4-nvidia", "int4": INT4, "bf16": None}[casts]
-            model = LoRACausalLM(str(base), kept, rank=4, optimizer=partial(torch.optim.AdamW, lr=1e-2))
-            precision = (
-                LowBitPrecision("bf16") if kept is None else LowBitPrecision(kept, skip=["lm_head", "lora_A", "lora_B"])
-            )
-            made[casts] = fit(model, precision, tmp_path_factory.mktemp(casts), 10)
-        return made[casts]
+        kept = {"nvfp4": "nvfp4-nvidia", "int4": INT4, "bf16": None}[casts]
+        model = LoRACausalLM(str(base), kept, rank=4, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+        precision = LowBitPrecision(kept or "bf16", skip=["lm_head", "lora_A", "lora_B"])
+        return fit(model, precision, tmp_path_factory.mktemp(casts), 10)
 
     return train
 
@@ -114,6 +101,22 @@ def test_the_sum_is_that_of_the_training(adapted, tmp_path):
     assert row.error <= float(expected.detach().abs().max()) / 127
 
 
+def merged(adapters, format, dtype, casts, **options):
+    """A network in packed casts with adapters, and the same as a trained model that is merged for a format."""
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(LlamaConfig(**SIZES)).requires_grad_(False)
+    if casts is not None:
+        pack_frozen(network, weights_alone(casts), skip=["lm_head"], **options)
+    model = peft.get_peft_model(network, peft.LoraConfig(r=4, init_lora_weights=False, **adapters)).eval()
+    layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
+    original = TrainedModel(model, layers, torch.float32, network.config)
+    return model, merge_adapters(original, FORMATS[format], dtype)
+
+
+def weights_alone(preset):
+    return LinearCasts.preset(preset).replace(fprop_x=None, wgrad_x=None)
+
+
 @each(
     ("adapters", "base"),
     [
@@ -125,15 +128,7 @@ def test_the_sum_is_that_of_the_training(adapted, tmp_path):
     ],
 )
 def test_merged_weights_compute_what_adapters_beside_them_do(adapters, base):
-    torch.manual_seed(0)
-    network = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).requires_grad_(False)
-    if base is not None:
-        pack_frozen(network, LinearCasts.preset(base).replace(fprop_x=None, wgrad_x=None), skip=["lm_head"])
-    model = peft.get_peft_model(network, peft.LoraConfig(r=4, init_lora_weights=False, **adapters)).eval()
-    layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
-    original = merge_adapters(
-        TrainedModel(model, layers, torch.float32, network.config), FORMATS["int8"], torch.float32
-    )
+    model, original = merged(adapters, "int8", torch.float32, base)
     assert len(original.layers) == 14 and "lm_head" not in original.layers
     tokens = torch.randint(256, (2, 16))
     with torch.no_grad():
@@ -142,25 +137,20 @@ def test_merged_weights_compute_what_adapters_beside_them_do(adapters, base):
 
 
 def test_each_layer_keeps_the_cast_of_its_base():
-    network = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).requires_grad_(False)
-    casts = [LinearCasts.preset(name).replace(fprop_x=None, wgrad_x=None) for name in ("int4", "int8")]
-    pack_frozen(network, casts[0], skip=["lm_head"], overrides={"down_proj": casts[1]})
-    model = peft.get_peft_model(network, peft.LoraConfig(r=4, target_modules="all-linear")).eval()
-    layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
-    original = merge_adapters(
-        TrainedModel(model, layers, torch.float32, network.config), FORMATS["gguf"], torch.bfloat16
-    )
+    overrides = {"down_proj": weights_alone("int8")}
+    _, original = merged({"target_modules": "all-linear"}, "gguf", torch.bfloat16, "int4", overrides=overrides)
     elements = {name.rpartition(".")[2]: layer.casts.fprop_w.element for name, layer in original.layers.items()}
     assert elements["down_proj"] == "int8" and {*elements.values()} == {"int4", "int8"}
 
 
 def test_adapters_are_refused_by_the_name_of_the_flag(adapted, tmp_path):
-    with pytest.raises(ValueError, match=r"has adapters.*Give merge \(--merge\)"):
-        export_checkpoint(adapted("nvfp4"), "nvfp4-w4a16", tmp_path / "out", module=LORA)
-    with pytest.raises(ValueError, match="bitnet has no cast for merged weights here"):
-        export_checkpoint(adapted("nvfp4"), "bitnet", tmp_path / "out", merge=True, module=LORA)
-    with pytest.raises(ValueError, match="nvfp4-w4a4 has no cast .* take nvfp4-w4a16"):
-        export_checkpoint(adapted("nvfp4"), "nvfp4-w4a4", tmp_path / "out", merge=True, module=LORA)
+    for format, merge, why in (
+        ("nvfp4-w4a16", False, r"has adapters.*Give merge \(--merge\)"),
+        ("bitnet", True, "bitnet has no cast for merged weights here"),
+        ("nvfp4-w4a4", True, "nvfp4-w4a4 has no cast .* take nvfp4-w4a16"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            export_checkpoint(adapted("nvfp4"), format, tmp_path / "out", merge=merge, module=LORA)
     assert not [*tmp_path.iterdir()]
     told = explain_formats(read(adapted("nvfp4"), LORA))
     assert "--merge adds them" in told and "nvfp4-w4a16" in told and "gguf" in told and "bitnet" not in told

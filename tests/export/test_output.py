@@ -2,36 +2,30 @@
 
 import resource
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import export_checkpoint
 from lightning_lowbit.cli import main
 from lightning_lowbit.export.checkpoint import explain_formats
-from tests.export.originals import trained_model
+from tests.export.originals import export, trained_model
 from tests.tables import each
 
 pytest.importorskip("gguf")
-
-
-def export(checkpoint, folder, **options):
-    return export_checkpoint(checkpoint, "mxfp8", folder, **{"parity": False, **options})
 
 
 def test_only_what_an_export_wrote_is_replaced_and_only_when_asked(trained, tmp_path):
     checkpoint, folder = trained("llama", "mxfp8", steps=2), tmp_path / "out"
     folder.mkdir()
     with pytest.raises(FileExistsError, match=r"exists. Give another folder, or overwrite \(--overwrite\)"):
-        export(checkpoint, folder)
-    export(checkpoint, folder, overwrite=True)  # an empty one
+        export(checkpoint, "mxfp8", folder)
+    export(checkpoint, "mxfp8", folder, overwrite=True)  # an empty one
     (folder / "stale.txt").write_text("of before")
     with pytest.raises(FileExistsError, match="--overwrite"):
-        export(checkpoint, folder)
-    export(checkpoint, folder, overwrite=True)
+        export(checkpoint, "mxfp8", folder)
+    export(checkpoint, "mxfp8", folder, overwrite=True)
     assert not (folder / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -46,9 +40,9 @@ def test_other_folders_and_files_are_not_replaced(trained, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     for name in ("work", "file", "link", "broken"):
         with pytest.raises(FileExistsError, match=r"no folder that an export wrote \(it has no lowbit.json\)"):
-            export(checkpoint, tmp_path / name, overwrite=True)
+            export(checkpoint, "mxfp8", tmp_path / name, overwrite=True)
         with pytest.raises(FileExistsError, match=r"exists. Give another folder\.$"):
-            export(checkpoint, tmp_path / name)
+            export(checkpoint, "mxfp8", tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "work" / "thesis.txt").read_text() == "mine"
 
 
@@ -57,41 +51,23 @@ def test_the_checkpoint_is_not_replaced_by_its_export(trained, tmp_path):
     path.parent.mkdir()
     torch.save(torch.load(trained("llama", "mxfp8", steps=2), weights_only=True), path)
     with pytest.raises(ValueError, match="run would be replaced, and holds .*last.ckpt"):
-        export(path, tmp_path / "run", overwrite=True)
+        export(path, "mxfp8", tmp_path / "run", overwrite=True)
     assert path.exists()
     for name in (".", "..", "run/.."):
         with pytest.raises(ValueError, match=r"output \(--output\) is a folder to make.*got '.*\.'"):
-            export(path, name, overwrite=True)
+            export(path, "mxfp8", name, overwrite=True)
 
 
-@contextmanager
-def files_of_at_most(size):
-    """Within it, larger files cannot be written, as where a disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@each(
-    ("casts", "format", "size"),
-    [
-        ("mxfp8", "mxfp8", 100_000),
-        ("mxfp8", "mxfp8", 100),
-        ("mxfp8", "dequantized", 100_000),
-        ("mxfp4", "gguf", 100_000),
-        ("mxfp4", "gguf", 100),
-    ],
-)
+@each("casts, format", [("mxfp8", "mxfp8"), ("mxfp8", "dequantized"), ("mxfp4", "gguf")])
+@each("size", [100, 100_000])
 def test_a_full_disk_is_told_with_a_remedy_and_nothing_is_left(trained, tmp_path, casts, format, size):
-    checkpoint = trained("llama", casts, steps=2)
-    with (
-        files_of_at_most(size),
-        pytest.raises(OSError, match="does not fit into .*: free some space, or give --output"),
-    ):
-        export_checkpoint(checkpoint, format, tmp_path / "out", parity=False)
+    checkpoint, limit = trained("llama", casts, steps=2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # larger files cannot be written
+    try:
+        with pytest.raises(OSError, match="does not fit into .*: free some space, or give --output"):
+            export(checkpoint, format, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not [*tmp_path.iterdir()]
 
 

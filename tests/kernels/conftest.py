@@ -20,7 +20,6 @@ def run():
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads until the test ends."""
     number = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(number)

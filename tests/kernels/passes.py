@@ -1,4 +1,4 @@
-"""Whole layers and models on the Triton kernels, in Triton's interpreter: gradients, launches, and what passes do."""
+"""Whole layers, models and stacks on the Triton kernels, in Triton's interpreter: bits, launches, what passes do."""
 
 import contextlib
 from collections import Counter
@@ -9,29 +9,36 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_lowbit import compilation, convert
+from lightning_lowbit import LinearCasts, compilation, convert
+from lightning_lowbit.kernels.forms import CastForm
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu.launches import Form
-from lightning_lowbit.nn import LayerKeys
+from lightning_lowbit.kernels.stacks import CAST_STACK, StackForm, stack_sample
+from lightning_lowbit.nn import GroupedLinear, LayerKeys
+from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
+from lightning_lowbit.quant.call import CastCall, operand_dtype
 from tests.benchmarks.layers import FREE
+from tests.kernels import interpreted
 from tests.nn.layers import layer_like
 from tests.nn.native.stand_in import StandIn
 
 
-def native_layer(preset):
-    """How the gradients of a layer on a stand-in for tensor cores differ with kernels, and what it launches: its GEMMs,
-    kernels, and operations of torch that are not free."""
+def layer_passes(preset, is_native):
+    """How the results of a layer differ with kernels; how many launches its passes take: its GEMMs, on a stand-in for
+    tensor cores, kernels, and operations of torch that are not free; and the kernels of its backward pass, by name."""
     x, g = torch.randn(48, 64).bfloat16(), torch.randn(48, 80).bfloat16()
-    original, found, counts = nn.Linear(64, 80, dtype=torch.bfloat16), [], []
-    there = {"lightning_lowbit.nn.layers.native.native_obstacle": lambda *_: None}
+    original, found, run = nn.Linear(64, 80, dtype=torch.bfloat16), [], gpu.run
+
+    def counted(launch):
+        kernels[launch.kernel] += 1
+        run(launch)
+
     for backend in ("eager", "triton"):
-        layer, gemms = layer_like(original, preset), StandIn()
-        count, patches = Launches(), {**there}
-        patches["lightning_lowbit.kernels.gpu.casts.run"] = count.counting(gpu.run)
-        patches["torch.nn.functional.scaled_mm"] = count.counting(gemms)
+        layer = layer_like(original, preset, **({} if is_native else {"backend": "emulated"}))
+        count, kernels = Launches(), Counter[str]()
         with contextlib.ExitStack() as stack:
-            for name, replacement in patches.items():
-                stack.enter_context(mock.patch(name, replacement))
+            stack.enter_context(mock.patch.object(gpu, "run", count.counting(counted)))
+            stack.enter_context(on_tensor_cores(count))
             stack.enter_context(compilation.backend(backend))
             x = x.detach().clone().requires_grad_()
             layer(x).backward(g)  # kernels are compared with plain code before their first use
@@ -41,36 +48,20 @@ def native_layer(preset):
             count.number = 0
             with count:
                 y = layer(x)
+                kernels.clear()
                 y.backward(g)
             found.append((y, x.grad, layer.weight.grad, layer.bias.grad))
-        counts.append(count.number)
     names = "output", "gradient of x", "gradient of w", "gradient of the bias"
     texts = [f"{preset}: {name} differs" for name, *both in zip(names, *found, strict=True) if not torch.equal(*both)]
-    return texts, counts[1]
+    return texts, count.number, dict(kernels)
 
 
-def emulated_layer(preset):
-    """How the gradients of a layer differ with kernels, and how often its backward pass launches each of them."""
-    x, g = torch.randn(48, 64).bfloat16(), torch.randn(48, 80).bfloat16()
-    original, found, kernels = nn.Linear(64, 80, dtype=torch.bfloat16), [], Counter[str]()
-
-    def counted(launch):
-        kernels[launch.kernel] += 1
-        run(launch)
-
-    run = gpu.run
-    for backend in ("eager", "triton"):
-        layer, x = layer_like(original, preset, backend="emulated"), x.detach().clone().requires_grad_()
-        with mock.patch.object(gpu, "run", counted), compilation.backend(backend):
-            layer(x).backward(g)  # kernels are compared with plain code before their first use
-            x.grad = layer.weight.grad = None
-            y = layer(x)
-            kernels.clear()
-            y.backward(g)
-        found.append((y, x.grad, layer.weight.grad))
-    names = "output", "gradient of x", "gradient of w"
-    texts = [f"{preset}: {name} differs" for name, *both in zip(names, *found, strict=True) if not torch.equal(*both)]
-    return texts, dict(kernels)
+@contextlib.contextmanager
+def on_tensor_cores(count):
+    """Within this context native GEMMs run on a stand-in, and are counted."""
+    there = mock.patch("lightning_lowbit.nn.layers.native.native_obstacle", lambda *_: None)
+    with there, mock.patch("torch.nn.functional.scaled_mm", count.counting(StandIn())):
+        yield
 
 
 def recorded_passes(preset):
@@ -81,16 +72,9 @@ def recorded_passes(preset):
     )
     model = LlamaForCausalLM(config).bfloat16()
     keys = LayerKeys(convert(model, preset, skip=["lm_head"]))
-    run_launch, gemms, passes = gpu.run, StandIn(), []
-    with contextlib.ExitStack() as stack:
-        record = Record()
-        for name, replacement in {
-            "lightning_lowbit.nn.layers.native.native_obstacle": lambda *_: None,
-            "lightning_lowbit.kernels.gpu.casts.run": record.recording(run_launch),
-            "torch.nn.functional.scaled_mm": record.recording(gemms),
-        }.items():
-            stack.enter_context(mock.patch(name, replacement))
-        stack.enter_context(compilation.backend("triton"))
+    passes, record = [], Launches()
+    launched = mock.patch.object(gpu, "run", record.counting(gpu.run))
+    with launched, on_tensor_cores(record), compilation.backend("triton"):
         for step in range(3):
             tokens = torch.randint(64, (1, 32), generator=torch.Generator().manual_seed(step))
             keys.fill_(step)
@@ -103,24 +87,58 @@ def recorded_passes(preset):
     return passes[1:]
 
 
-class Record(TorchDispatchMode):
-    """Records operations, and calls of functions, whatever these do."""
+def _forms(presets):
+    """The forms of the operands of presets in bfloat16, each once."""
+    distinct = {}
+    for preset in presets:
+        casts = LinearCasts.preset(preset)
+        for name in OPERANDS:
+            cast, hadamard = casts.cast_of(name), casts.hadamard.get(GEMM[name])
+            if cast is not None and casts.requantize == ():
+                dtype, size = operand_dtype(torch.bfloat16, cast), 0 if hadamard is None else hadamard.size
+                product = CastForm(cast.spec, CONTRACTION[name], torch.bfloat16, dtype, size)
+                has_signs = hadamard is not None and hadamard.signs == "keyed"
+                distinct.setdefault(StackForm(product, not name.endswith("w"), has_signs), f"{preset}, {name}")
+    return distinct
 
-    def __init__(self):
-        super().__init__()
-        self.events = []
 
-    def recording(self, function):
-        def call(*args, **kwargs):
-            self.events.append(_described((getattr(args[0], "kernel", "GEMM"), args, kwargs)))
-            with _disable_current_modes():
-                return function(*args, **kwargs)
+def _many(cast, dim):
+    """Arguments for 200 products, some without rows: more than a program has threads."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 5, (200,), generator=generator) * torch.randint(0, 9, (200,), generator=generator)
+    x, keys = torch.randn(int(rows.sum()), 40, generator=generator).bfloat16(), torch.arange(200) * 7919
+    return x, CastCall(cast, dim, keys if cast.draws else None), tuple(rows.cumsum(0).tolist())
 
-        return call
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.events.append(_described((operation.__name__, args, kwargs or {})))
-        return operation(*args, **(kwargs or {}))
+def differences_of_stacks(presets):
+    """What differs, in words, and how many forms have a kernel."""
+    cases = {name: stack_sample(form, torch.device("cpu")) for form, name in _forms(presets).items()}
+    return _differences_of({name: arguments for name, arguments in cases.items() if arguments is not None})
+
+
+def differences_of_long_stacks(casts):
+    return _differences_of({f"{cast} along {dim}": _many(cast, dim) for cast in casts for dim in (0, 1)})
+
+
+def _differences_of(cases):
+    texts = [interpreted.by_operation(CAST_STACK, arguments, name) for name, arguments in cases.items()]
+    return sum(texts, []), len(cases)
+
+
+def grouped_layer(preset, experts):
+    """The launches of both passes of a grouped layer with so many experts: operations of torch and kernels."""
+    torch.manual_seed(0)
+    layer, count = GroupedLinear(experts, 32, 48, bias=False).bfloat16(), Launches()
+    LayerKeys(convert(layer, preset, grouped="native")).fill_(0)
+    ends = [4 * (i + 1) for i in range(experts)]
+    x, g = torch.randn(ends[-1], 32).bfloat16().requires_grad_(), torch.randn(ends[-1], 48).bfloat16()
+    with mock.patch.object(gpu, "run", count.counting(gpu.run)), compilation.backend("triton"):
+        layer(x, ends).backward(g)  # kernels are compared with plain code before their first use
+        x.grad = layer.weight.grad = None
+        count.number = 0
+        with count:
+            layer(x, ends).backward(g)
+    return count.number
 
 
 def _described(value):
@@ -135,15 +153,17 @@ def _described(value):
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that would be launches on a GPU, and calls of functions, whatever these do."""
+    """Counts operations that would be launches on a GPU, and calls of functions, whatever these do; and describes all
+    that it sees."""
 
     def __init__(self):
         super().__init__()
-        self.number = 0
+        self.number, self.events = 0, []
 
     def counting(self, function):
         def call(*args, **kwargs):
             self.number += 1
+            self.events.append(_described((getattr(args[0], "kernel", "GEMM"), args, kwargs)))
             with _disable_current_modes():
                 return function(*args, **kwargs)
 
@@ -151,4 +171,5 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.number += operation.__name__.partition(".")[0] not in FREE.split()
+        self.events.append(_described((operation.__name__, args, kwargs or {})))
         return operation(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from tests.optim.parameters import make_parameters, set_gradients
 
 # Rows that end within a block of 128, blocks of 16 bytes at a time, and more than one tile of 1024 elements.
 SHAPES = [(), (0, 3), (300,), (2, 3, 130), (5, 6), (24, 128)]
+PLACES = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 CPU = torch.device("cpu")
 _FAULT = "The Triton kernel for the steps of optimizers fails"  # begins a warning
 
@@ -89,9 +90,7 @@ def _differences(cases, make=ClippedAdam, idle=None):
             if found.dtype == torch.uint8 or name == "master":
                 is_near = (found != wanted).double().sum() <= drawn
             else:
-                place = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(
-                    found.dtype, 2e-6 if "square" in name else 1e-6
-                )
+                place = PLACES.get(found.dtype, 2e-6 if "square" in name else 1e-6)
                 error = (found.double() - wanted.double()).nan_to_num(0.0, 0.0, 0.0).abs()
                 largest = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().amax() if wanted.numel() else 0.0
                 moved = drawn if name == "parameter" and options.get("moments") == "fp8" else 0
@@ -135,7 +134,6 @@ def launched(run):
 
 
 def launches(shapes):
-    """Each kernel once with the same constants."""
     found = {}
     for options, dtype in CASES:
         parameters = make_parameters(dtype, shapes)

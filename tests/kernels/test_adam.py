@@ -34,16 +34,11 @@ def assert_same_numbers(found, wanted):
     assert not differ.any(), f"{found[differ][:5]} should be {wanted[differ][:5]}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_all_numbers_of_16_bits_become_float32(dtype):
-    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    assert_same_numbers(converted(values, torch.float32), values.float())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_float32_is_rounded_to_16_bits_as_by_torch(dtype):
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_16_bits_become_float32_and_are_rounded_as_by_torch(dtype):
     """Numbers of all sizes; all numbers of 16 bits, what lies in the middle between two, and the neighbors of that."""
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
+    of_16_bits = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    assert_same_numbers(converted(of_16_bits, torch.float32), numbers := of_16_bits.float())
     middles = (numbers[:-1].double() + numbers[1:].double()).div(2).float()
     neighbors = [torch.nextafter(middles, torch.tensor(sign * math.inf)) for sign in (1, -1)]
     anything = torch.randint(-(2**31), 2**31, (10**5,), dtype=torch.int64).to(torch.int32).view(torch.float32)
@@ -56,10 +51,8 @@ def test_float32_is_rounded_to_16_bits_as_by_torch(dtype):
 def test_amax_of_each_shard(bad, dtype):
     sizes = [0, 1, 15, 17, CHUNK, 2 * CHUNK + 5]
     gradients = [torch.randn(size).to(dtype) for size in sizes]
-    last = gradients[-1]
-    assert last is not None
     if bad is not None:
-        last[CHUNK + 1] = bad
+        gradients[-1][CHUNK + 1] = bad
     weights = [torch.zeros(size) for size in (*sizes, 3)]
     found = CppParameters([shard(*pair) for pair in zip([*gradients, None], weights, strict=True)]).measure()
     wanted = [g.abs().max().item() if g is not None and g.numel() else 0.0 for g in gradients]

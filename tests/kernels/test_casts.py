@@ -1,5 +1,6 @@
 """Casts by the C++ kernels equal the plain code to the bit."""
 
+import itertools
 import random
 
 import pytest
@@ -12,7 +13,6 @@ from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.quant import quantize_operand as plain
 from lightning_lowbit.quant.call import CastCall
-from lightning_lowbit.quant.operand import Operand
 from lightning_lowbit.quant.shard import Shard
 from tests import golden_vectors
 
@@ -100,12 +100,14 @@ def test_values_of_all_magnitudes_and_those_that_are_not_finite():
                 check(change(torch.randn(rows, 70)).bfloat16(), cast, dim, keyed(cast))
 
 
-def test_strides_of_the_input():
-    x = torch.randn(64, 96)
+def test_strides_and_dtypes_of_native_gemms():
+    x, ternary = torch.randn(64, 96), LinearCasts.preset("ternary")
     for cast in (LinearCasts.preset("nvfp4").fprop_x, LinearCasts.preset("fp8-row").fprop_x):
         for view in (x.t(), x[::2, 1::3], x[:1].expand(40, 96)):
             check(view, cast, 0)
             check(view, cast, 1)
+    check(x.bfloat16(), ternary.fprop_x, 1, dtype=torch.int8)
+    check(x, ternary.fprop_w, 1, dtype=torch.int8)
 
 
 def test_an_amax_from_outside_scales_the_tensor():
@@ -115,43 +117,25 @@ def test_an_amax_from_outside_scales_the_tensor():
             check(x, LinearCasts.preset(name).fprop_x, 1, amax=torch.tensor(amax))
 
 
-def test_dtypes_of_native_gemms():
-    casts = LinearCasts.preset("ternary")
-    check(torch.randn(40, 64).bfloat16(), casts.fprop_x, 1, dtype=torch.int8)
-    check(torch.randn(40, 64), casts.fprop_w, 1, dtype=torch.int8)
-
-
 def test_shards_together_equal_the_whole_matrix():
-    x, key = torch.randn(64, 96).bfloat16(), torch.tensor(2**50 + 7)
-    cast = LinearCasts.preset("mxfp4").dgrad_g
-    for dim, sharded in ((0, 0), (1, 0), (0, 1), (1, 1)):
+    """Also where they begin within four elements that share a hash."""
+    key, cast = torch.tensor(2**50 + 7), LinearCasts.preset("mxfp4").dgrad_g
+    for size, dim, sharded in ((32, 0, 0), (32, 1, 0), (32, 0, 1), (32, 1, 1), (13, 0, 1)):
+        x, parts = torch.randn(64, 6 * size).bfloat16(), []
         whole = quantize_operand(x, cast, dim, key).values
-        parts = []
-        for start in range(0, x.shape[sharded], 32):
-            shard = Shard("group", sharded, start, 32, x.shape[sharded])
-            part = x.narrow(sharded, start, 32)
+        for start in range(0, x.shape[sharded], size):
+            shard, part = Shard("group", sharded, start, size, x.shape[sharded]), x.narrow(sharded, start, size)
             check(part, cast, dim, key, shard=shard)
             parts.append(quantize_operand(part, cast, dim, key, shard=shard).values)
-        assert same_bits(torch.cat(parts, sharded), whole), f"blocks along {dim}, cut along {sharded}"
-
-
-def test_shards_that_begin_within_four_elements_equal_the_whole_matrix():
-    x, key = torch.randn(32, 78).bfloat16(), torch.tensor(2**50 + 7)
-    cast = LinearCasts.preset("mxfp4").dgrad_g
-    parts = []
-    for start in range(0, 78, 13):
-        shard, part = Shard("group", 1, start, 13, 78), x.narrow(1, start, 13)
-        check(part, cast, 0, key, shard=shard)
-        parts.append(quantize_operand(part, cast, 0, key, shard=shard).values)
-    assert same_bits(torch.cat(parts, 1), quantize_operand(x, cast, 0, key).values)
+        assert same_bits(torch.cat(parts, sharded), whole), f"blocks along {dim}, cut along {sharded} by {size}"
 
 
 def test_random_bits_repeat_after_2_to_the_32_elements():
     """The first row of this shard has the last indices and then the first ones."""
-    start, cast, key = 2**32 // 96, LinearCasts.preset("mxfp4").dgrad_g, torch.tensor(2**50 + 7)
-    x = torch.randn(1, 32).repeat(32, 3)
-    check(x, cast, 1, key, shard=Shard("group", 0, start, 32, 2**27))
-    values = quantize_operand(x, cast, 1, key, shard=Shard("group", 0, start, 32, 2**27)).values
+    shard, cast = Shard("group", 0, 2**32 // 96, 32, 2**27), LinearCasts.preset("mxfp4").dgrad_g
+    x, key = torch.randn(1, 32).repeat(32, 3), torch.tensor(2**50 + 7)
+    check(x, cast, 1, key, shard=shard)
+    values = quantize_operand(x, cast, 1, key, shard=shard).values
     whole = quantize_operand(x[:1, :32], cast, 1, key).values
     assert same_bits(values[:1, 64:], whole)
 
@@ -172,28 +156,20 @@ def test_a_shard_that_lacks_what_its_scales_need_is_left_to_plain_code():
 
 
 def test_the_number_of_threads_changes_no_bit(threads):
-    x, found = torch.randn(300, 700).bfloat16(), {}
+    x, found, key, signs = torch.randn(300, 700).bfloat16(), {}, torch.tensor(5), torch.ones(32)
     for number in (1, 2, 4):
         threads(number)
-        found[number] = [
-            quantize_operand(x, cast, dim, torch.tensor(5)).values
-            for cast in sorted(COVERED, key=str)
-            for dim in (0, 1)
-        ]
+        calls = itertools.product(sorted(COVERED, key=str), (0, 1), (None, signs))
+        found[number] = [quantize_operand(x, cast, dim, key, rotation=r).values for cast, dim, r in calls]
         assert all(map(same_bits, found[number], found[1])), f"{number} threads"
 
 
 def test_golden_inputs():
-    """The plain code equals the golden vectors, and these the plain code."""
     nvfp4 = LinearCasts.preset("nvfp4").fprop_x
-    for file, cast in (
-        ("nvfp4_1x16", nvfp4),
-        ("nvfp4_16x16", nvfp4.replace(scale={"block": (16, 16)})),
-        ("nvfp4_4over6", LinearCasts.preset("nvfp4-4over6").fprop_x),
-        ("mxfp4", LinearCasts.preset("mxfp4").fprop_x),
-        ("mxfp6", LinearCasts.preset("mxfp6").fprop_x),
-        ("mxfp8", LinearCasts.preset("mxfp8").fprop_x),
-    ):
+    casts = {name: LinearCasts.preset(name).fprop_x for name in ("mxfp4", "mxfp6", "mxfp8")}
+    casts |= {"nvfp4_1x16": nvfp4, "nvfp4_16x16": nvfp4.replace(scale={"block": (16, 16)})}
+    casts["nvfp4_4over6"] = LinearCasts.preset("nvfp4-4over6").fprop_x
+    for file, cast in casts.items():
         inputs = [case["x"] for name in golden_vectors.cases(file) if "x" in (case := golden_vectors.case(file, name))]
         assert inputs, f"{file} has inputs"
         for x in inputs:
@@ -253,20 +229,6 @@ def implement(monkeypatch, operation, **implementations):
     """Gives an operation other implementations, none of which has been compared."""
     for name, value in {"_verdicts": {}, **implementations}.items():
         monkeypatch.setattr(operation, name, value)
-
-
-def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
-    x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
-    implement(
-        monkeypatch,
-        operands.CAST,
-        triton=lambda x, call: Operand(x.clone(), x.new_ones(())),
-        form=lambda x, call: "a form",
-        sample=lambda form, device: (x, operands.CastCall(cast, 1)),
-    )
-    with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
-        key = torch.tensor(7) if cast.draws else None
-        assert same_bits(quantize_operand(x, cast, 1, key).values, plain(x, cast, 1, key).values)
 
 
 def test_samples_in_float16_have_finite_results():

@@ -2,6 +2,8 @@
 
 import importlib.util
 import warnings
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -113,13 +115,11 @@ def test_plain_code_takes_over(monkeypatch, name, language, after):
     operation, call, _ = WAYS[name]
     with backend("eager"):
         expected = bits_of(call)
-    with monkeypatch.context() as patch:
-        forget(patch)
-        plant(patch, operation, language, Broken("no such\n instruction"), after)
-        with backend(language), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(4):
-                assert all(map(same_bits, bits_of(call), expected))
+    forget(monkeypatch)
+    plant(monkeypatch, operation, language, Broken("no such\n instruction"), after)
+    with backend(language), warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(4):
+            assert all(map(same_bits, bits_of(call), expected))
     assert len(caught) == 1, [str(warning.message) for warning in caught]
     kernel = f"The {'C++' if language == 'cpp' else 'Triton'} kernel for {operation.name}"
     assert str(caught[0].message).startswith(kernel)
@@ -129,17 +129,27 @@ def test_plain_code_takes_over(monkeypatch, name, language, after):
 @each("language", ["cpp", "triton"])
 @each("error", [KeyboardInterrupt(), torch.OutOfMemoryError("full"), RuntimeError("CUDA error: out of memory")])
 def test_what_plain_code_cannot_mend_is_raised(monkeypatch, language, error):
-    with monkeypatch.context() as patch:
-        plant(patch, operands.CAST, language, error, after=1)
-        with backend(language), pytest.raises(type(error)):
-            for _ in range(2):
-                quantize_operand(X, DRAWN, 1, KEY)
+    plant(monkeypatch, operands.CAST, language, error, after=1)
+    with backend(language), pytest.raises(type(error)):
+        for _ in range(2):
+            quantize_operand(X, DRAWN, 1, KEY)
+
+
+def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
+    plant(monkeypatch, operands.CAST, "triton", Broken(), after=9)
+    right = operands.CAST.triton
+    monkeypatch.setattr(operands.CAST, "triton", lambda *arguments: right(*arguments)._replace(factor=torch.ones(())))
+    with backend("eager"):
+        expected = quantize_operand(X, DRAWN, 1, KEY)
+    with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
+        assert all(map(same_bits, quantize_operand(X, DRAWN, 1, KEY), expected))
 
 
 def test_an_error_of_the_plain_code_too_is_no_fault_of_the_kernel(monkeypatch):
     plant(monkeypatch, operands.CAST, "cpp", Broken(), after=0)
-    with backend("cpp"), pytest.raises(ValueError, match="needs a key"):
+    with backend("cpp"), pytest.raises(ValueError, match="needs a key") as raised:
         quantize_operand(X, DRAWN, 1)
+    assert raised.value.__context__ is None, "it is told once"
     assert operands.CAST.cpp is not None
 
 
@@ -178,57 +188,31 @@ def test_a_graph_is_not_captured_before_a_kernel_was_tried(monkeypatch):
     assert [*operands.CAST._verdicts.values()] == [True]
 
 
-def launchable():
-    """Calls of many forms, and in each of them of all that has kernels in Triton."""
-    casts = [NVFP4, DRAWN, Cast("e4m3", Scale("fp32", "row")), LinearCasts.preset("ternary").fprop_w]
-    for cast in casts:
-        yield f"{cast}", lambda cast=cast: quantize_operand(X, cast, 1, KEY)
-        yield f"{cast}, rotated", lambda cast=cast: quantize_operand(X, cast, 1, KEY, rotation=SIGNS)
-    yield from ((name, WAYS[name][1]) for name in WAYS if "triton" in WAYS[name][2])
-
-
 def test_launches_that_fail_are_left_to_plain_code(monkeypatch):
-    """All ways into the kernels, where Triton is found but launches nothing."""
-
-    def run(launch):
-        raise Broken("the driver is gone")
-
+    """All ways into the kernels, in many forms, where Triton is found but launches nothing."""
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
-    monkeypatch.setattr(gpu, "run", run)
-    for name, call in launchable():
+    monkeypatch.setattr(gpu, "run", mock.Mock(side_effect=Broken("the driver is gone")))
+    calls = {name: WAYS[name][1] for name in WAYS if "triton" in WAYS[name][2]}
+    for cast in (NVFP4, DRAWN, Cast("e4m3", Scale("fp32", "row")), LinearCasts.preset("ternary").fprop_w):
+        for signs in (None, SIGNS):
+            calls[f"{cast}, {signs}"] = partial(quantize_operand, X, cast, 1, KEY, rotation=signs)
+    for name, call in calls.items():
         with backend("eager"):
             expected = bits_of(call)
-        with backend("triton"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with backend("triton"), warnings.catch_warnings(action="ignore"):
             assert all(map(same_bits, bits_of(call), expected)), name
 
 
 @each("error", [OSError("not an ELF file"), ValueError("embedded null"), AttributeError("lowbit_cast")])
 def test_a_library_that_cannot_be_loaded_is_left_to_plain_code(monkeypatch, error):
-    def fail(*arguments):
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(library, "_from_cache", fail)
-        patch.setattr(library, "_build", fail)
-        library._loaded.cache_clear()
-        try:
-            assert library._loaded() == (None, error)
-        finally:
-            library._loaded.cache_clear()
+    for name in ("_from_cache", "_build"):
+        monkeypatch.setattr(library, name, mock.Mock(side_effect=error))
+    assert library._loaded.__wrapped__() == (None, error)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_that_cannot_be_imported_is_an_obstacle(monkeypatch):
-    def fail():
-        raise ImportError("libtriton.so: undefined symbol")
-
-    monkeypatch.setattr(gpu, "_kernels", fail)
-    gpu.obstacle.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="plain code on cpu, which is slower") as caught:
-            reasons = {gpu.obstacle(CPU) for _ in range(3)}
-        assert reasons == {"Triton cannot build its kernels (ImportError: libtriton.so: undefined symbol)"}
-        assert len(caught) == 1
-    finally:
-        gpu.obstacle.cache_clear()
+    monkeypatch.setattr(gpu, "_kernels", mock.Mock(side_effect=ImportError("libtriton.so: undefined symbol")))
+    with pytest.warns(UserWarning, match="plain code on cpu, which is slower"):
+        reason = gpu.obstacle.__wrapped__(CPU)
+    assert reason == "Triton cannot build its kernels (ImportError: libtriton.so: undefined symbol)"

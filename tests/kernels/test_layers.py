@@ -1,11 +1,7 @@
 """Layers, and what stands around their casts, have the same bits by every implementation."""
 
-import os
-import subprocess
-import sys
+import itertools
 from collections import Counter
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +18,6 @@ from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from tests.kernels import passes
 from tests.tables import each
-
-ROOT = Path(__file__).parents[2]
 
 
 def results(casts, name):
@@ -52,13 +46,8 @@ def test_cpp():
 
 
 @pytest.mark.slow
-def test_triton_in_its_interpreter():
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", "from tests.kernels.test_layers import compare; compare('triton')"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
+def test_triton_in_its_interpreter(run):
+    run(compare, "triton")
 
 
 def test_each_tensor_is_measured_once_and_each_operand_made_once(monkeypatch):
@@ -90,21 +79,13 @@ def test_each_tensor_is_measured_once_and_each_operand_made_once(monkeypatch):
     }
 
 
-def test_a_compiled_model_calls_the_kernels():
-    """In one graph, and with the bits of eager code."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 16))
-    convert(model, "mxfp8")
+def test_a_compiled_model_has_the_bits_of_eager_code_and_tensors_without_memory_take_plain_code():
+    model = convert(nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 16)), "mxfp8")
     x = torch.randn(32, 64)
-    expected = model(x)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), expected)
-
-
-def test_tensors_without_memory_take_plain_code():
+    assert torch.equal(compiled(x), model(x))
     with FakeTensorMode():
-        model = nn.Sequential(nn.Linear(64, 48))
-        convert(model, "mxfp8")
+        model = convert(nn.Sequential(nn.Linear(64, 48)), "mxfp8")
         assert model(torch.randn(32, 64)).shape == (32, 48)
 
 
@@ -113,32 +94,30 @@ def test_tensors_without_memory_take_plain_code():
 
 def test_factors_and_biases_of_all_shapes_and_dtypes():
     torch.manual_seed(0)
-    rows, columns = 40, 70
-    factors = [torch.randn(()), torch.randn(rows, 1), torch.randn(1, columns)]
-    whole = torch.randint(-(2**30), 2**30, (rows, columns), dtype=torch.int32)
-    real = torch.randn(rows, columns)
-    for product in (real, real.bfloat16(), (whole >> 24).to(torch.int8), whole):
-        for pair in ([], factors[:1], factors[1:2], factors[:2], factors[1:], [factors[2], factors[0]]):
-            for bias in (None, torch.randn(columns), torch.randn(columns).bfloat16(), torch.randn(1, columns)):
-                for dtype in (torch.float32, torch.bfloat16):
-                    with backend("cpp"):
-                        found = scale_and_round(product, pair, bias, dtype)
-                    with backend("eager"):
-                        expected = scale_and_round(product, pair, bias, dtype)
-                    assert products_in_cpp.scale_and_round(product, pair, bias, dtype) is not None
-                    assert found.dtype == dtype
-                    where = f"{product.dtype} {[f.shape for f in pair]} {None if bias is None else bias.dtype} {dtype}"
-                    assert torch.equal(found, expected), where
+    whole, real = torch.randint(-(2**30), 2**30, (40, 70), dtype=torch.int32), torch.randn(40, 70)
+    one, rows, columns = torch.randn(()), torch.randn(40, 1), torch.randn(1, 70)
+    for product, pair, bias, dtype in itertools.product(
+        (real, real.bfloat16(), (whole >> 24).to(torch.int8), whole),
+        ([], [one], [rows], [one, rows], [rows, columns], [columns, one]),
+        (None, torch.randn(70), torch.randn(70).bfloat16(), torch.randn(1, 70)),
+        (torch.float32, torch.bfloat16),
+    ):
+        with backend("cpp"):
+            found = scale_and_round(product, pair, bias, dtype)
+        with backend("eager"):
+            expected = scale_and_round(product, pair, bias, dtype)
+        assert products_in_cpp.scale_and_round(product, pair, bias, dtype) is not None
+        assert found.dtype == dtype and torch.equal(found, expected), (product.dtype, pair, bias, dtype)
 
 
 def test_decoded_operands_are_rounded_once():
     torch.manual_seed(0)
-    values, rows = torch.randn(40, 70) * 100, torch.randn(40, 1)
-    for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64):
-        for factor in (None, torch.tensor(0.3), rows, torch.rand(1, 70)):
-            for stack in (values.to(dtype), values.to(dtype)[None]):
-                expected = stack.float() if factor is None else stack.float() * factor
-                assert torch.equal(decode(stack, factor, torch.bfloat16), expected.bfloat16()), (dtype, stack.shape)
+    values, dtypes = torch.randn(40, 70) * 100, (torch.int8, torch.bfloat16, torch.float32, torch.float64)
+    factors = (None, torch.tensor(0.3), torch.randn(40, 1), torch.rand(1, 70))
+    for dtype, factor in itertools.product((*dtypes, torch.float8_e4m3fn), factors):
+        for stack in (values.to(dtype), values.to(dtype)[None]):
+            expected = stack.float() if factor is None else stack.float() * factor
+            assert torch.equal(decode(stack, factor, torch.bfloat16), expected.bfloat16()), (dtype, stack.shape)
 
 
 def test_what_is_not_covered_takes_plain_code():
@@ -195,7 +174,7 @@ def test_amaxes_that_are_not_float32_take_plain_code():
 def test_a_native_layer_launches_little(run, preset, launches):
     """Five casts, of which one makes both operands of the gradient; amaxes of three tensors, and a copy of keys; three
     GEMMs, and a bias with its gradient."""
-    assert run(passes.native_layer, preset) == ([], launches)
+    assert run(passes.layer_passes, preset, True)[:2] == ([], launches)
 
 
 @pytest.mark.slow
@@ -212,6 +191,18 @@ def test_passes_after_a_warm_up_can_be_captured_in_a_graph(run, preset):
 def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
     """Not where one of them is rotated; the layer of that preset takes its weight from the forward pass."""
     for preset, casts in (("nvfp4", (1, 2)), ("mxfp8", (1, 2)), ("nvfp4-nvidia", (0, 3))):
-        differences, launched = run(passes.emulated_layer, preset)
+        differences, _, launched = run(passes.layer_passes, preset, False)
         assert differences == []
         assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts, preset
+
+
+@pytest.mark.slow
+def test_operands_of_stacks_have_the_bits_of_products_one_by_one(run):
+    texts, count = run(passes.differences_of_stacks, ("nvfp4-4over6", "mxfp4-rht", "fp8-current", "int8", "ufp4"))
+    assert texts == [] and count > 20
+
+
+@pytest.mark.slow
+def test_launches_of_a_grouped_layer_do_not_grow_with_its_experts(run):
+    for preset, experts, expected in (("mxfp8", 2, 9), ("mxfp8", 7, 9), ("nvfp4", 3, 32), ("fp8-row", 3, 15)):
+        assert run(passes.grouped_layer, preset, experts) == expected, preset

@@ -5,17 +5,15 @@ import random
 import pytest
 import torch
 
-from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit import Cast, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, unpack_operand
 from lightning_lowbit.kernels.cpu import casts as cpu
-from lightning_lowbit.nn.casts.linear_casts import PRESETS
-from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.quant.packed import packing_obstacle
 from lightning_lowbit.quant.shard import Shard
+from tests.kernels.test_casts import OF_PRESETS
 
 KEY = torch.tensor(0x5EED1234ABCD)
-OF_PRESETS = {cast for name in PRESETS for cast in map(LinearCasts.preset(name).cast_of, OPERANDS) if cast}
 OTHERS = [
     Cast(element, Scale(scale, block))
     for element, block in zip(ELEMENT_FORMATS, [16, 32, (16, 16), "row", 24] * 3, strict=True)
@@ -68,8 +66,7 @@ def test_rare_casts_and_shapes():
 
 
 def test_shards_have_the_random_bits_of_the_whole():
-    x = matrix(32, 64, torch.bfloat16)
-    cast = Cast("e2m1", Scale("e4m3", 16), "stochastic")
+    x, cast = matrix(32, 64, torch.bfloat16), Cast("e2m1", Scale("e4m3", 16), "stochastic")
     whole = quantize_operand(x, cast, 0, KEY).values
     for start in (0, 32):
         part = x[:, start : start + 32].contiguous()
@@ -78,10 +75,7 @@ def test_shards_have_the_random_bits_of_the_whole():
         torch.testing.assert_close(found, whole[:, start : start + 32], rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_kernels_pack_what_presets_need():
+def test_the_kernels_pack_what_presets_need_and_what_has_no_packed_form_says_why():
     assert not any(map(cpu.obstacle, OF_PRESETS))
-
-
-def test_what_has_no_packed_form_says_why():
     assert "zero points" in packing_obstacle(Cast("int4", Scale("fp32", 32, statistic="minmax")))
     assert "NaN" in packing_obstacle(Cast("int8", Scale("fp32", "tensor", source="delayed")))

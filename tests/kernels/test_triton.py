@@ -17,9 +17,8 @@ from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.quant import quantize_operand
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.shard import Shard
-from tests.kernels import interpreted
+from tests.kernels import interpreted, passes
 from tests.kernels.interpreted import Case
-from tests.kernels.stacks import operands
 from tests.kernels.test_layers import DELAYED
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
@@ -47,7 +46,6 @@ def casts_of(preset):
 @pytest.mark.fast("nvfp4-nvidia", "mxfp4-rht", "fp8-row", "int4")
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "bf16"])
 def test_all_casts_of_presets(run, preset):
-    """Shapes are not multiples of blocks."""
     cases = [
         Case(cast, dim, sample(rows, columns, dtype))
         for cast in casts_of(preset)
@@ -102,16 +100,12 @@ def test_memory_in_any_order(run):
     x, wide = sample(70, 40), sample(20, 150)
     matrices = (x.t(), wide[::2, 1::3], wide[:, 7:90], wide[:1].expand(20, 150), x[:, :1], x[:, :1].t())
     casts = STOCHASTIC, NVFP4_TILES, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
-    cases = [
-        Case(cast, dim, matrix.bfloat16() if dim else matrix)
-        for matrix in matrices
-        for dim in (0, 1)
-        for cast in casts[: 2 if dim else 4]
-    ]
+    pairs = [(dim, cast) for dim in (0, 1) for cast in casts[: 2 if dim else 4]]
+    cases = [Case(cast, dim, x.bfloat16() if dim else x) for x in matrices for dim, cast in pairs]
     assert run(interpreted.differences, cases) == []
 
 
-def test_what_is_not_a_number_zero_or_subnormal(run):
+def test_what_is_not_a_number_zero_or_subnormal_and_amaxes_of_earlier_steps(run):
     x = torch.tensor([[*NANOS, *[1.0] * 4]]).repeat(len(NANOS), 3)
     for row, value in enumerate(NANOS):
         x[row, 16:] = value
@@ -129,6 +123,11 @@ def test_what_is_not_a_number_zero_or_subnormal(run):
         for rounding in ("nearest", "stochastic")
         for dim in (0, 1)
     ]
+    cases += [
+        Case(cast, 1, sample(5, 40), amax)
+        for cast in (NVFP4, STOCHASTIC, Cast("e4m3", Scale("fp32", "tensor", source="delayed")))
+        for amax in (0.0, 1e-44, 1e-30, 1.0, 1e30, float("inf"), float("nan"))
+    ]
     assert run(interpreted.differences, cases) == []
 
 
@@ -136,16 +135,6 @@ def test_no_elements(run):
     casts = (NVFP4, STOCHASTIC, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor")))
     cases = [Case(cast, dim, torch.randn(shape)) for cast in casts for dim in (0, 1) for shape in ((0, 5), (5, 0))]
     cases.append(Case(Cast("ternary", Scale("fp32", "tensor", statistic="absmean")), 1, torch.randn(0, 5)))
-    assert run(interpreted.differences, cases) == []
-
-
-def test_amaxes_of_earlier_steps(run):
-    """They may be far from the tensor's, 0 or not finite."""
-    cases = [
-        Case(cast, 1, sample(5, 40), amax)
-        for cast in (NVFP4, STOCHASTIC, Cast("e4m3", Scale("fp32", "tensor", source="delayed")))
-        for amax in (0.0, 1e-44, 1e-30, 1.0, 1e30, float("inf"), float("nan"))
-    ]
     assert run(interpreted.differences, cases) == []
 
 
@@ -161,30 +150,20 @@ def test_elements_in_the_dtypes_of_native_gemms(run):
     assert run(interpreted.differences, cases) == []
 
 
-@pytest.mark.parametrize("cast", [STOCHASTIC, NVFP4_TILES.replace(rounding="stochastic")], ids=["1x16", "16x16"])
-def test_shards_have_the_random_bits_of_the_whole(run, cast):
-    x = sample(32, 96)
-    x[0, 0] = x[16, 0] = x[0, 48] = x.abs().max()  # one amax for all
-    for dim in (0, 1):
-        whole = run(interpreted.shard, x, cast, dim, Shard("", 0, 0, 32, 32))
-        for cut in (0, 1):
-            half = x.shape[cut] // 2
-            for start in (0, half):
-                part = x.narrow(cut, start, half)
-                place = Shard("", cut, start, half, x.shape[cut])
-                values = run(interpreted.shard, part, cast, dim, place)
-                assert torch.equal(values, whole.narrow(cut, start, half)), f"dim {dim}, cut along {cut} from {start}"
-
-
-@pytest.mark.parametrize("columns", [90, 104])
-def test_shards_may_begin_within_four_elements_that_share_a_hash(run, columns):
-    x, half = sample(32, columns), columns // 2
-    cast = STOCHASTIC.replace(scale={"two_level": False})
-    whole = run(interpreted.shard, x, cast, 0, Shard("", 0, 0, 32, 32))
-    assert torch.equal(whole, quantize_operand(x, cast, 0, torch.tensor(interpreted.KEY)).values)
-    for start in (0, half):
-        values = run(interpreted.shard, x.narrow(1, start, half), cast, 0, Shard("", 1, start, half, columns))
-        assert torch.equal(values, whole.narrow(1, start, half)), f"from column {start}"
+def test_shards_have_the_random_bits_of_the_whole(run):
+    """Also where they begin within four elements that share a hash."""
+    tiles, four = NVFP4_TILES.replace(rounding="stochastic"), STOCHASTIC.replace(scale={"two_level": False})
+    every = [*itertools.product((STOCHASTIC, tiles), (96,), (0, 1), (0, 1)), (four, 90, 0, 1), (four, 104, 0, 1)]
+    for cast, columns, dim, cut in every:
+        x = sample(32, columns)
+        x[0, 0] = x[16, 0] = x[0, columns // 2] = x.abs().max()  # one amax for all
+        whole, half = run(interpreted.shard, x, cast, dim, Shard("", 0, 0, 32, 32)), x.shape[cut] // 2
+        assert torch.equal(whole, quantize_operand(x, cast, dim, torch.tensor(interpreted.KEY)).values)
+        for start in (0, half):
+            values = run(
+                interpreted.shard, x.narrow(cut, start, half), cast, dim, Shard("", cut, start, half, 2 * half)
+            )
+            assert torch.equal(values, whole.narrow(cut, start, half)), f"{cast}, {dim}, cut along {cut} from {start}"
 
 
 def test_two_operands_from_one_read(run):
@@ -204,17 +183,12 @@ def test_two_operands_from_one_read(run):
 
 
 def test_operands_of_all_products_of_a_stack(run):
-    assert run(operands.differences, ("mxfp8",)) == ([], 4)
+    assert run(passes.differences_of_stacks, ("mxfp8",)) == ([], 4)
 
 
 def test_the_largest_magnitude(run):
-    matrices = [
-        sample(300, 70),
-        sample(70, 30).bfloat16().t(),
-        torch.randn(3, 0),
-        *(torch.tensor([[v, 1.0]]) for v in NANOS),
-    ]
-    assert run(interpreted.differences_of_amax, matrices) == []
+    matrices = [sample(300, 70), sample(70, 30).bfloat16().t(), torch.randn(3, 0)]
+    assert run(interpreted.differences_of_amax, matrices + [torch.tensor([[v, 1.0]]) for v in NANOS]) == []
 
 
 def test_amaxes_of_delayed_scaling(run):
@@ -231,7 +205,6 @@ def test_a_contraction_of_one_code_in_e4m3_is_left_to_plain_code():
 
 
 def test_bytes_in_the_order_of_gemms(run):
-    """Copies of codes, transposed or with zeros around them, for GEMMs that read rows."""
     codes = torch.arange(70 * 150).view(70, 150).to(torch.uint8)
     cases = [(x, *more) for x in (codes.t(), codes[:, :33], codes[:1].t()) for more in ((0, 0), (10, 2))]
     cases += [(codes.view(torch.int8).t(), 0, 4), (codes.clamp(max=100).view(torch.float8_e4m3fn).t(), 3, 0)]
@@ -274,11 +247,11 @@ def test_rare_scales(run):
         Cast("int8", Scale("fp16", "row")),
         Cast("int2", Scale("fp16", (8, 16), two_level=True), round_to_bfloat16=True),
     ]
+    shapes = (19, 150), (150, 19)
     cases = [
-        Case(cast, dim, sample(rows, columns, DTYPES[number % 3]) * 10.0 ** (number % 3 - 1), key=number)
-        for number, cast in enumerate(casts)
+        Case(cast, dim, sample(*shapes[(n + dim) % 2], DTYPES[n % 3]) * 10.0 ** (n % 3 - 1), key=n)
+        for n, cast in enumerate(casts)
         for dim in (0, 1)
-        for rows, columns in [((19, 150), (150, 19))[(number + dim) % 2]]
     ]
     (x := torch.full((40, 48), 1e-7)).view(-1)[: 5 * len(NANOS) : 5] = torch.tensor(NANOS)
     assert run(interpreted.differences, cases + [Case(cast, 1, x) for cast in casts]) == []

@@ -1,6 +1,7 @@
 """The Triton kernels compiled for GPUs that need not be there."""
 
 import importlib.util
+import itertools
 import re
 from importlib.metadata import version
 
@@ -63,23 +64,12 @@ def test_kernels_of_all_presets_compile_and_nothing_spills(arch):
 
 def other_launches():
     """Operands in other dtypes, layouts and places than those of the benchmark."""
-    for cast in (
-        NVFP4,
-        STOCHASTIC,
-        NVFP4_TILES,
-        Cast("int8", Scale("fp32", "row")),
-        Cast("e4m3", Scale("fp32", "tensor")),
-    ):
-        for x in (
-            meta(512, 256),
-            meta(512, 256, dtype=torch.float16),
-            meta(256, 512, dtype=torch.bfloat16).t(),
-            meta(33, 7),
-        ):
-            for dim in (0, 1):
-                key, place = meta(dtype=torch.int64), Shard("group", 0, 0, len(x), 2 * len(x))
-                call = CastCall(cast, dim, key, None, torch.float32, place)
-                yield cast, launches.cast_launch(x, call, meta(), None, *gpu._filled(empty_operand(x, call)))
+    casts = NVFP4, STOCHASTIC, NVFP4_TILES, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
+    matrices = meta(512, 256), meta(512, 256, dtype=torch.float16), meta(256, 512, dtype=torch.bfloat16).t()
+    for cast, x, dim in itertools.product(casts, (*matrices, meta(33, 7)), (0, 1)):
+        key, place = meta(dtype=torch.int64), Shard("group", 0, 0, len(x), 2 * len(x))
+        call = CastCall(cast, dim, key, None, torch.float32, place)
+        yield cast, launches.cast_launch(x, call, meta(), None, *gpu._filled(empty_operand(x, call)))
     yield from stack_launches()
     for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
         cast, x = Cast(element, Scale("fp32", "row")), meta(512, 256)
@@ -90,20 +80,11 @@ def other_launches():
 def stack_launches():
     """Operands of all products of a stack, and their amaxes: grouped rows, and matrices of weights."""
     ends = tuple(range(16, 528, 16))
-    for cast, dim, size in (
-        (NVFP4, 0, 0),
-        (STOCHASTIC, 1, 0),
-        (STOCHASTIC, 0, 16),
-        (NVFP4_TILES, 1, 0),
-        (Cast("e4m3", Scale("e8m0", 32)), 0, 0),
-        (Cast("e4m3", Scale("fp32", "row")), 1, 0),
-        (Cast("e4m3", Scale("fp32", "row")), 0, 0),
-        (Cast("e4m3", Scale("fp32", "tensor")), 1, 0),
-    ):
-        for x, places in (
-            (meta(512, 256, dtype=torch.bfloat16), ends),
-            (meta(32, 64, 256, dtype=torch.bfloat16), None),
-        ):
+    mxfp8, rows, tensor = (Cast("e4m3", Scale(*s)) for s in (("e8m0", 32), ("fp32", "row"), ("fp32", "tensor")))
+    cases = [(NVFP4, 0, 0), (STOCHASTIC, 1, 0), (STOCHASTIC, 0, 16), (NVFP4_TILES, 1, 0)]
+    for cast, dim, size in [*cases, (mxfp8, 0, 0), (rows, 1, 0), (rows, 0, 0), (tensor, 1, 0)]:
+        for shape, places in (((512, 256), ends), ((32, 64, 256), None)):
+            x = meta(*shape, dtype=torch.bfloat16)
             call = CastCall(cast, dim, meta(32, dtype=torch.int64), rotation=meta(32, size) if size else None)
             values = meta(*x.shape, dtype=torch.bfloat16)
             factor = meta(sum(x.shape) * 256)
@@ -132,11 +113,22 @@ def test_packing_compiles_and_nothing_spills(arch):
                 assert code.spilled == 0, f"{cast}, dim {dim}, {launch.kernel}: {code}"
 
 
-def test_arithmetic_is_that_of_ieee():
-    """Of stochastic rounding, one product is exact and therefore fused."""
-    for name, launch in kernels.every_launch(["nvfp4", "nvfp4-4over6", "mxfp4", "fp8-row", "ternary"]):
-        found = wrong_arithmetic(kernels.compile_for(launch, 90).asm["ptx"], "~" in name)
-        assert not found, f"{name}: {found}"
+def check_code(name, launch, fused, least):
+    """Arithmetic is that of IEEE, and as many loads and stores as ``least`` move 16 bytes."""
+    ptx = kernels.compile_for(launch, 90).asm["ptx"]
+    found, wide = wrong_arithmetic(ptx, fused), len(re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx))
+    assert not found, f"{name}: {found}"
+    assert wide >= least, f"{name}: {wide}"
+
+
+def test_arithmetic_is_that_of_ieee_and_memory_moves_16_bytes_at_a_time():
+    """Of stochastic rounding, one product is exact and therefore fused; so are, in optimizers, the interpolation, as in
+    torch, and an exact product."""
+    for name, launch in kernels.every_launch(ALL):
+        check_code(name, launch, "~" in name or "stochastic" in name, 1 if launch.kernel == "measure" else 2)
+    for launch in steps.launches(steps.ALIGNED):
+        fused, wide = launch.constants.get("PASS") == "update", int(launch.kernel != "sum_partials")
+        check_code(f"{launch.kernel} {launch.constants}", launch, fused, wide)
 
 
 def test_wrong_arithmetic_is_found():
@@ -177,22 +169,15 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def test_launches_pass_what_kernels_take(monkeypatch):
+def test_launches_pass_what_kernels_take_and_later_ones_what_triton_binds_at_the_first(monkeypatch):
     from triton.runtime import driver
 
-    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(driver, "_active", active := Driver())
     for name, launch in kernels.every_launch(["nvfp4", "fp8-row", "ternary"]):
         kernel = getattr(gpu._kernels()[0], launch.kernel)
         given = {**launch.arguments, **gpu.compiled_for(launch, 90), **gpu.options_of(launch)}
         compiled = kernel.warmup(**given, grid=(launch.programs,))
         assert (compiled.metadata.num_warps, compiled.metadata.enable_fp_fusion) == (launch.warps, False), name
-
-
-def test_later_launches_pass_what_triton_binds_at_the_first(monkeypatch):
-    from triton.runtime import driver
-
-    monkeypatch.setattr(driver, "_active", active := Driver())
-    for name, launch in kernels.every_launch(["nvfp4", "fp8-row", "ternary"]):
         active.launches.clear()
         gpu.run(launch)
         with monkeypatch.context() as patch:
@@ -203,13 +188,6 @@ def test_later_launches_pass_what_triton_binds_at_the_first(monkeypatch):
         assert all(one is other or one == other for one, other in zip(first[1], second[1], strict=True)), name
 
 
-def test_operands_are_loaded_and_stored_16_bytes_at_a_time():
-    for name, launch in kernels.every_launch(ALL):
-        ptx = kernels.compile_for(launch, 90).asm["ptx"]
-        wide = len(re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx))
-        assert wide >= 2 or launch.kernel == "measure" and wide, f"{name}: {wide}"
-
-
 @pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
 def test_kernels_of_optimizers_compile_and_nothing_spills(arch):
     """Memory that is not aligned takes an address for each element."""
@@ -217,13 +195,3 @@ def test_kernels_of_optimizers_compile_and_nothing_spills(arch):
         for launch in steps.launches(shapes):
             code = kernels.resources_of(launch, arch)
             assert code.spilled == 0 and code.registers <= most, f"{launch.kernel}, {launch.constants}: {code}"
-
-
-def test_arithmetic_of_optimizers_is_that_of_ieee_and_memory_moves_16_bytes_at_a_time():
-    """Fused are the interpolation, as in torch, and an exact product."""
-    for launch in steps.launches(steps.ALIGNED):
-        ptx = kernels.compile_for(launch, 90).asm["ptx"]
-        found = wrong_arithmetic(ptx, fused=launch.constants.get("PASS") == "update")
-        assert not found, f"{launch.kernel}: {found}"
-        wide = len(re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx))
-        assert wide or launch.kernel == "sum_partials", f"{launch.kernel}: {wide}"

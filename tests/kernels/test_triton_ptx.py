@@ -1,27 +1,27 @@
 """The Triton kernels as PTX, the code that Triton's compiler makes for GPUs, run by an emulator: equal to the bit."""
 
 import importlib.util
+import itertools
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit import Cast, Scale
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.nn import OPERANDS, PRESETS
+from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
-from tests.kernels import interpreted, steps
+from tests.kernels import interpreted, passes, steps, test_triton
 from tests.kernels.emulator.instructions import e2m1_of
 from tests.kernels.emulator.ptx import Kernel, Memory
 from tests.kernels.interpreted import Case
-from tests.kernels.stacks import operands
 from tests.optim.parameters import make_parameters, set_gradients
-from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
+from tests.quant.tensors import NVFP4
 
 ARCH = 90
 
@@ -33,44 +33,40 @@ pytestmark = [
 
 def emulate(launch, reachable=()):
     """Runs a launch on tensors of the CPU, and on those that are ``reachable`` by addresses in the argument ``x``."""
-    compiled = compile_for(launch, ARCH)
+    compiled, table = compile_for(launch, ARCH), launch.arguments["x"]
     kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch, ARCH)
     tensors = [*reachable, *(value for value in launch.arguments.values() if isinstance(value, Tensor))]
-    tensors = list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+    tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
     places, end = {}, 256
-    for tensor in tensors:
-        places[tensor.untyped_storage().data_ptr()] = end
-        end += -(-tensor.untyped_storage().nbytes() // 256) * 256 + 256
+    for start, tensor in tensors.items():
+        places[start] = slice(end, end + tensor.untyped_storage().nbytes())
+        end = -(-places[start].stop // 256) * 256 + 256
     memory = Memory(end)
-    for tensor, place in zip(tensors, places.values(), strict=True):
-        held = _bytes(tensor)
-        memory.bytes[place : place + len(held)] = held
+    for start, tensor in tensors.items():
+        memory.bytes[places[start]] = _bytes(tensor)
+
+    def address(tensor):
+        return places[tensor.untyped_storage().data_ptr()].start + tensor.storage_offset() * tensor.itemsize
+
+    addresses = {tensor.data_ptr(): address(tensor) for tensor in reachable}
     if reachable:
-        places_of = {
-            t.data_ptr(): places[t.untyped_storage().data_ptr()] + t.storage_offset() * t.itemsize for t in reachable
-        }
-        table = launch.arguments["x"]
-        here = table.detach().clone().apply_(lambda number: places_of.get(number, number))
-        begin = places[table.untyped_storage().data_ptr()]
-        memory.bytes[begin : begin + here.nbytes] = _bytes(here)
+        here = table.detach().clone().apply_(lambda number: addresses.get(number, number))
+        memory.bytes[address(table) : address(table) + here.nbytes] = _bytes(here)
     arguments = []
     for name in kernel.arg_names:
         value = launch.arguments.get(name)
         if isinstance(value, Tensor):
-            arguments.append(places[value.untyped_storage().data_ptr()] + value.storage_offset() * value.itemsize)
+            arguments.append(address(value))
         elif name not in constants and value is not None and value != 1:
             arguments.append(value)
     with np.errstate(all="ignore"):
         Kernel(compiled.asm["ptx"]).run(launch.programs, arguments, memory, compiled.metadata.shared + 16)
-    for tensor, place in zip(tensors, places.values(), strict=True):
-        held = _bytes(tensor)
-        if reachable and tensor is launch.arguments["x"] and tensor.dtype == torch.int64:
-            continue  # with the addresses of the host
-        held[:] = memory.bytes[place : place + len(held)]
+    for start, tensor in tensors.items():
+        if not (reachable and tensor is table and tensor.dtype == torch.int64):  # with the addresses of the host
+            _bytes(tensor)[:] = memory.bytes[places[start]]
 
 
 def _bytes(tensor):
-    """The memory of a tensor."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
@@ -82,22 +78,35 @@ def emulated(monkeypatch):
 
 def sample(rows, columns, dtype=torch.bfloat16):
     """Rows of very different sizes, with a block of zeros, an infinity and what is not a number."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(3).exp()
-    x[: rows // 3, : columns // 2] = 0
+    x = test_triton.sample(rows, columns, dtype)
     x[-1, 0], x[-1, -1] = float("nan"), float("inf")
-    return x.to(dtype)
+    return x
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "bf16"])
 def test_all_casts_of_presets(preset):
-    casts = LinearCasts.preset(preset)
-    for cast in dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast)):
-        if gpu.lacks(cast) is not None:
-            continue
+    for cast, dim in itertools.product(test_triton.casts_of(preset), (0, 1)):
         amax = 3.0 if cast.scale.needs_amax else None
-        for dim in (0, 1):
-            assert interpreted.differences([Case(cast, dim, sample(48, 272), amax)]) == []
+        assert interpreted.differences([Case(cast, dim, sample(48, 272), amax)]) == []
+
+
+# Tests for the interpreter, of whose cases the emulator runs some: shapes and strides of all kinds.
+OTHERS = [
+    *(partial(test_triton.test_packed_operands_of_presets, preset=name) for name in ("nvfp4", "nvfp4-nvidia", "mxfp8")),
+    test_triton.test_operands_of_native_gemms,
+    test_triton.test_memory_in_any_order,
+    test_triton.test_elements_in_the_dtypes_of_native_gemms,
+    test_triton.test_two_operands_from_one_read,
+    test_triton.test_factors_and_bias_behind_gemms,
+    test_triton.test_rare_scales,
+    test_triton.test_rotated_operands,
+    *(partial(test_triton.test_random_casts_shapes_strides_and_dtypes, seed=seed) for seed in range(4)),
+]
+
+
+@pytest.mark.parametrize("test", OTHERS)
+def test_some_of_what_the_interpreter_runs(test):
+    test(run=lambda compare, cases: compare(random.Random(0).sample(cases, min(len(cases), 16))))
 
 
 @pytest.mark.parametrize("arch", [80, 100])
@@ -109,39 +118,10 @@ def test_other_architectures(monkeypatch, arch):
 
 
 def test_operands_of_stacks():
-    texts, count = operands.differences(("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-row"))
+    texts, count = passes.differences_of_stacks(("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-row"))
     assert texts == [] and count > 15
     stochastic = NVFP4.replace(rounding="stochastic")
-    assert operands.differences_of_many((stochastic, Cast("e4m3", Scale("fp32", "row")))) == ([], 4)
-
-
-def test_odd_shapes_strides_and_dtypes():
-    """Vectors are as wide as addresses allow, and what lies outside of a matrix is masked."""
-    x = sample(70, 96, torch.float32)
-    for matrix in (x[:19, :33], x.t(), x[::2, 1::3], x.half().t()[3:], x[:1], x[:, :1], x.bfloat16()[:, 8:40]):
-        for cast in (NVFP4.replace(rounding="stochastic"), NVFP4_TILES, Cast("int8", Scale("fp32", "row"))):
-            for dim in (0, 1):
-                assert interpreted.differences([Case(cast, dim, matrix)]) == []
-
-
-def test_elements_in_the_dtypes_of_native_gemms():
-    for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
-        for block in ("row", "tensor"):
-            case = Case(Cast(element, Scale("fp32", block), "stochastic"), 1, sample(33, 64), dtype=dtype)
-            assert interpreted.differences([case]) == []
-
-
-def test_two_operands_from_one_read():
-    for row, column in ((NVFP4, NVFP4.replace(rounding="stochastic")), (Cast(scale=Scale("e8m0", 32)), NVFP4)):
-        assert interpreted.differences_of_both([(row, column, sample(48, 272)), (row, column, sample(19, 33))]) == []
-
-
-def test_packed_operands():
-    for cast in (NVFP4, NVFP4.replace(rounding="stochastic"), NVFP4_TILES, Cast("e4m3", Scale("e8m0", 32))):
-        for dim in (0, 1):
-            assert interpreted.differences_of_packing([Case(cast, dim, sample(48, 272))]) == []
-            block = 16 if cast.scale.format == "e4m3" else 32
-            assert interpreted.differences_of_layout([(Case(cast, dim, sample(48, 272)), block)]) == []
+    assert passes.differences_of_long_stacks((stochastic, Cast("e4m3", Scale("fp32", "row")))) == ([], 4)
 
 
 def test_operands_of_native_gemms_by_instructions_for_codes(monkeypatch):
@@ -172,39 +152,7 @@ def test_the_instruction_for_e2m1_rounds_as_its_manual_says():
     assert e2m1_of(np.array([np.nan], np.float32)).tolist() == [7]
 
 
-def test_rotated_operands():
-    for cast, size, dim in ((NVFP4, 16, 0), (NVFP4.replace(rounding="stochastic"), 128, 1), (NVFP4_TILES, 32, 0)):
-        assert interpreted.differences_of_rotation([(Case(cast, dim, sample(40, 144)), size)]) == []
-
-
-def test_what_stands_behind_gemms():
-    product, vectors = sample(48, 272, torch.float32), (torch.randn(48, 1), torch.randn(1, 272))
-    cases = [
-        (product, list(vectors), None),
-        (product, [vectors[0].sum()], vectors[1].bfloat16()),
-        (product.int(), [], product),
-        (product.to(torch.int8), [vectors[0]], None),
-    ]
-    texts = interpreted.differences_of_finish(
-        [(*case, dtype) for case in cases for dtype in (torch.float32, torch.bfloat16)]
-    )
-    assert texts == []
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_casts(seed):
-    """15 samples each, over every knob of a cast."""
-    rng = random.Random(seed)
-    for _ in range(15):
-        element, block = rng.choice(list(ELEMENT_FORMATS)), rng.choice([4, 16, 24, 32, (16, 16), (3, 8), "row"])
-        possible = [scale for scale in scales(block, element) if gpu.lacks(Cast(element, scale)) is None]
-        cast = Cast(element, rng.choice(possible), rng.choice(["nearest", "stochastic"]))
-        x = sample(rng.choice([17, 48]), rng.choice([33, 272]), rng.choice([torch.float32, torch.bfloat16]))
-        assert interpreted.differences([Case(cast, rng.choice([0, 1]), x)]) == []
-
-
 def step_twice(options, dtype, emulated):
-    """Parameters and their state."""
     parameters = make_parameters(dtype, [(), (300,), (2, 3, 130), (24, 128)])
     optimizer = ClippedAdam(parameters, lr=1e-2, **options)
 

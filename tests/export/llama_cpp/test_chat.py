@@ -10,11 +10,12 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from lightning_lowbit.export.checkpoint import _compared
-from lightning_lowbit.export.formats.base import NoClient, Options
+from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.gguf import GGUF
 from lightning_lowbit.export.formats.gguf.client import QUESTION, chat
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from tests.export.llama_cpp import tokenizers
+from tests.export.llama_cpp.tokenizers import client
 from tests.export.originals import language_model
 from tests.tables import each
 
@@ -24,7 +25,8 @@ INT4 = {"element": "int4", "scale": {"format": "bf16", "block": 32}}
 
 def untrained(tokenizer, ends=None, **changes):
     sizes = {"intermediate_size": 128, "num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 128}
-    original = language_model("llama", LinearCasts.of({"fprop_w": INT4, "dgrad_w": "fprop"}), **sizes, **changes)
+    casts = LinearCasts.of({"fprop_w": INT4, "dgrad_w": "fprop"})
+    original = language_model("llama", casts, **{**sizes, **changes})
     original.model.generation_config = GenerationConfig(eos_token_id=ends)
     return replace(original, facts={"tokenizer": tokenizer})
 
@@ -38,43 +40,18 @@ def metadata(folder):
     }
 
 
+LLAMA3 = {"bos": "<|begin|>", "eos": "<|end|>", "eot": "<|eot_id|>", "padding": "<|pad|>", "add_bos": True}
+CHATML = {"bos": "<|im_end|>", "eos": "<|im_end|>", "padding": "<|endoftext|>", "add_bos": False}
+OWN = {"bos": "<stop>", "eos": "<stop>", "eot": "<turn_over>", "add_bos": False, "add_eos": True}
+PLAIN = {"bos": "<s>", "eos": "</s>", "seperator": "<sep>", "mask": "<mask>", "unknown": "<unk>", "add_bos": False}
+# A tokenizer, the tokens at which the model's generation ends, and what the file tells.
 TOLD = [
-    (
-        tokenizers.llama3,
-        lambda ids: [ids["<|end|>"], ids["<|eot_id|>"]],
-        {"bos": "<|begin|>", "eos": "<|end|>", "eot": "<|eot_id|>", "padding": "<|pad|>", "add_bos": True},
-    ),
-    (
-        tokenizers.llama3,
-        lambda ids: None,
-        {"bos": "<|begin|>", "eos": "<|end|>", "eot": "<|eot_id|>", "padding": "<|pad|>"} | {"add_bos": True},
-    ),
-    (
-        tokenizers.chatml,
-        lambda ids: ids["<|im_end|>"],
-        {"bos": "<|im_end|>", "eos": "<|im_end|>", "padding": "<|endoftext|>", "add_bos": False},
-    ),
-    (
-        tokenizers.chatml,
-        lambda ids: [ids["<|im_end|>"], ids["<|endoftext|>"]],
-        {
-            "bos": "<|im_end|>",
-            "eos": "<|im_end|>",
-            "eot": "<|endoftext|>",
-            "padding": "<|endoftext|>",
-            "add_bos": False,
-        },
-    ),
-    (
-        tokenizers.own_turns,
-        lambda ids: None,
-        {"bos": "<stop>", "eos": "<stop>", "eot": "<turn_over>", "add_bos": False, "add_eos": True},
-    ),
-    (
-        tokenizers.plain,
-        lambda ids: None,
-        {"bos": "<s>", "eos": "</s>", "seperator": "<sep>", "mask": "<mask>", "unknown": "<unk>", "add_bos": False},
-    ),
+    (tokenizers.llama3, ["<|end|>", "<|eot_id|>"], LLAMA3),
+    (tokenizers.llama3, None, LLAMA3),
+    (tokenizers.chatml, "<|im_end|>", CHATML),
+    (tokenizers.chatml, ["<|im_end|>", "<|endoftext|>"], CHATML | {"eot": "<|endoftext|>"}),
+    (tokenizers.own_turns, None, OWN),
+    (tokenizers.plain, None, PLAIN),
 ]
 
 
@@ -83,7 +60,8 @@ def test_a_file_tells_what_the_tokenizer_does(make, ends, told, tmp_path):
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     tokenizer = make(folder)
     vocabulary = tokenizer.get_vocab()
-    GGUF.write(untrained(str(folder), ends(vocabulary)), folder, Options())
+    ends = [vocabulary[token] for token in ends] if isinstance(ends, list) else vocabulary.get(ends)
+    GGUF.write(untrained(str(folder), ends), folder, Options())
     found = metadata(folder)
     ids = {name: vocabulary[token] for name, token in told.items() if not name.startswith("add_")}
     assert {name: found[f"ggml.{name}_token_id"] for name in ids} == ids
@@ -114,13 +92,6 @@ def test_tokens_around_a_text_that_no_file_tells_leave_the_tokenizer_out(tmp_pat
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
 
 
-def client(folder):
-    try:
-        return GGUF.load(folder)
-    except NoClient as error:
-        pytest.skip(str(error))
-
-
 def trained(make, folder):
     """A model that has learned one answer, and other answers to prompts that are made in other ways."""
     tokenizer = make(folder)
@@ -137,10 +108,8 @@ def trained(make, folder):
     texts, other = [learned(tokenizers.ANSWER)], "it is an assistant."  # without the template, or the first token
     if tokenizer.bos_token is not None and tokenizer.chat_template is not None:
         spelled = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n{other}"
-        texts += [
-            tokenizer(spelled, add_special_tokens=False)["input_ids"],
-            [tokenizer.eos_token_id, *learned(other)[1:]],
-        ]
+        texts.append(tokenizer(spelled, add_special_tokens=False)["input_ids"])
+        texts.append([tokenizer.eos_token_id, *learned(other)[1:]])
     model = original.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(100):
@@ -181,18 +150,11 @@ def test_a_report_shows_another_prompt(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_template_that_takes_other_turns_is_no_chat(tmp_path):
-    tokenizer = tokenizers.llama3(tmp_path)
+def test_without_room_a_tokenizer_or_a_template_that_takes_the_turns_there_is_no_chat(tmp_path):
+    tokenizer = tokenizers.llama3(tmp_path / "other")
     tokenizer.chat_template = "{{ raise_exception('the first turn is of the system') }}"
-    tokenizer.save_pretrained(tmp_path)
-    original = untrained(str(tmp_path))
-    GGUF.write(original, tmp_path, Options())
-    assert chat(original, client(tmp_path)) is None
-
-
-@pytest.mark.slow
-def test_without_room_or_a_tokenizer_there_is_no_chat(tmp_path):
-    for tokenizer, changes in ((None, {}), ("bytes", {"max_position_embeddings": 8})):
-        original = untrained("bytes", **changes)
+    tokenizer.save_pretrained(other := str(tmp_path / "other"))
+    for written, told, positions in (("bytes", None, 128), ("bytes", "bytes", 8), (other, other, 128)):
+        original = untrained(written, max_position_embeddings=positions)
         GGUF.write(original, tmp_path, Options())
-        assert chat(replace(original, facts={"tokenizer": tokenizer}), client(tmp_path)) is None
+        assert chat(replace(original, facts={"tokenizer": told}), client(tmp_path)) is None, (told, positions)

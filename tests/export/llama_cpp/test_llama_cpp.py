@@ -6,48 +6,38 @@ Q8_K), and keep keys and values in float16. So logits are compared with those of
 alone; they differ by 0.2 to 0.4 % of their norm (llama.cpp b11739, AVX2).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers.normalizers import NFC
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import lightning_lowbit
-from lightning_lowbit import LowBitPrecision, convert
-from lightning_lowbit.export.formats.base import NoClient, Options, Written
+from lightning_lowbit import LowBitPrecision
+from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
-from lightning_lowbit.export.trained_model import TrainedModel, read
+from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.data import TextDataModule
-from lightning_lowbit.recipes.models import CausalLM, network_config
+from lightning_lowbit.recipes.models import CausalLM
 from tests.export.llama_cpp import tokenizers
-from tests.lightning_imports import quiet_trainer
+from tests.export.llama_cpp.tokenizers import client
+from tests.export.originals import fit, language_model
 
 pytestmark = pytest.mark.slow
 gguf = pytest.importorskip("gguf")
 CODE = Path(lightning_lowbit.__file__).parent
-SIZE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+GPT2 = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 |= {"vocab_size": 256, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0}
+SIZE = {**GPT2, "intermediate_size": 256, "num_key_value_heads": 2}
 WIDE = {**SIZE, "hidden_size": 256, "intermediate_size": 704}
-BITNET = {**WIDE, "hidden_act": "silu", "tie_word_embeddings": True}
-GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256}
-GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+BITNET = {"hidden_act": "silu", "tie_word_embeddings": True}
 HEAD = ["lm_head"]
 
 
@@ -67,31 +57,14 @@ CASES = {
     "qwen3-nvfp4": ("qwen3", SIZE | {"head_dim": 64}, "nvfp4-nvidia", HEAD, {"NVFP4"}),
     "qwen3-int4": ("qwen3", SIZE | {"head_dim": 32, "tie_word_embeddings": True}, integers(4), HEAD, {"Q4_0"}),
     "gpt2-mxfp4": ("gpt2", GPT2, "mxfp4", HEAD, {"MXFP4"}),
-    "bitnet-ternary": (
-        "bitnet",
-        WIDE | {"hidden_act": "silu", "tie_word_embeddings": True},
-        "ternary",
-        HEAD,
-        {"TQ2_0", "Q4_0"},
-    ),
+    "bitnet-ternary": ("bitnet", WIDE | BITNET, "ternary", HEAD, {"TQ2_0", "Q4_0"}),
 }
-
-
-@dataclass
-class Export:
-    original: TrainedModel
-    folder: Path
-    rows: list[Written]
 
 
 def train(network, config, casts, skip, folder):
     model = CausalLM(network, {**config, "use_cache": False}, optimizer=partial(torch.optim.AdamW, lr=3e-3))
-    trainer = quiet_trainer(LowBitPrecision(casts, skip=skip), max_steps=30, limit_val_batches=0)
     data = TextDataModule(str(CODE / "quant"), sequence_length=64, batch_size=8)
-    trainer.fit(model, datamodule=data)
-    trainer.save_checkpoint(folder / "last.ckpt")
-    original = read(folder / "last.ckpt")
-    return replace(original, facts={**original.facts, "tokenizer": "bytes"})
+    return read(fit(model, LowBitPrecision(casts, skip=skip), folder, 30, data))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -99,17 +72,11 @@ def export(request, tmp_path_factory):
     *case, kinds = CASES[request.param]
     folder = tmp_path_factory.mktemp("export")
     original = train(*case, folder)
+    original = replace(original, facts={**original.facts, "tokenizer": "bytes"})
     rows = GGUF.write(original, folder, Options())
     assert {row.format for row in rows} == kinds and {row.name for row in rows} == {*original.layers}
     assert all(row.error == 0 for row in rows)
-    return Export(original, folder, rows)
-
-
-def client(folder):
-    try:
-        return GGUF.load(folder)
-    except NoClient as error:
-        pytest.skip(str(error))
+    return original, folder, rows
 
 
 def read_file(folder):
@@ -118,10 +85,11 @@ def read_file(folder):
 
 
 def test_the_file_holds_the_weights(export):
-    original, found = export.original, read_file(export.folder)
+    original, folder, rows = export
+    found = read_file(folder)
     network = network_of(original.config)
-    sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(export.folder / "model.gguf").tensors}
-    for weight, row in zip(weights(original), export.rows, strict=True):
+    sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(folder / "model.gguf").tensors}
+    for weight, row in zip(weights(original), rows, strict=True):
         part, q = network.name(weight.name), weight.quantized
         assert row.bytes == sizes[f"{part}.weight"] + sizes.get(f"{part}.scale", 0)
         assert part is not None
@@ -144,7 +112,6 @@ def logits(original, tokens):
 
 
 def difference(found, expected):
-    """The norm of the difference of logits, relative to their own."""
     return float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
 
 
@@ -155,7 +122,8 @@ def with_high_precision_inputs(original):
 
 
 def test_llama_cpp_computes_the_logits_of_the_training(export):
-    llama, original = client(export.folder), export.original
+    original, folder, _ = export
+    llama = client(folder)
     text = (CODE / "checks.py").read_bytes()[1000:1256]
     tokens = torch.tensor([*text]).view(2, 128)
     found, trained = llama(input_ids=tokens).logits, logits(original, tokens)
@@ -166,32 +134,26 @@ def test_llama_cpp_computes_the_logits_of_the_training(export):
         assert float((found.argmax(-1) == ours.argmax(-1)).float().mean()) >= 0.95
 
 
-def untrained(casts, network="llama", skip=None, **changes):
-    """A model with random weights, as :func:`read` gives it."""
-    config = network_config(network, {**(GPT2 if network == "gpt2" else SIZE), **changes})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    convert(model, casts, skip=HEAD if skip is None else skip)
-    return TrainedModel(model, quantized_layers(model), torch.float32, config, {"tokenizer": "bytes"})
+def untrained(casts, network="llama", skip=HEAD, tokenizer="bytes", std=0.02, **changes):
+    sizes = {**(GPT2 if network == "gpt2" else SIZE), **changes}
+    original = language_model(network, casts, skip=skip, std=std, **sizes)
+    return replace(original, facts={"tokenizer": tokenizer})
 
 
 def test_llama_cpp_knows_positions_as_the_model_does(tmp_path):
     tokens = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
-    silu = {"hidden_act": "silu", "tie_word_embeddings": True}
     for network, changes in [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("mistral", {"sliding_window": None, "head_dim": 64}),
         ("qwen3", {"head_dim": 64}),
         ("gpt2", {}),
-        ("bitnet", silu),
+        ("bitnet", BITNET),
     ]:
-        original = untrained("mxfp4", network, **changes)
+        original = untrained("mxfp4", network, std=0.12, **changes)  # large, so that attention prefers some tokens
         with torch.no_grad():
             for name, parameter in original.model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
-                elif parameter.dim() > 1:  # large, so that attention prefers some tokens
-                    parameter.mul_(6)
         GGUF.write(original, tmp_path, Options(dtype=torch.float32))
         expected = logits(with_high_precision_inputs(original), tokens)
         assert difference(client(tmp_path)(input_ids=tokens).logits, expected) < 0.05, network
@@ -259,8 +221,7 @@ def test_llama_cpp_tokenizes_as_the_training_did(tmp_path):
         "qwen2": byte_level(tokenizers.QWEN2, False, NFC()),
     }.items():
         made.save_pretrained(tmp_path / name)
-        original = untrained("mxfp4", vocab_size=512)
-        GGUF.write(replace(original, facts={"tokenizer": str(tmp_path / name)}), tmp_path, Options())
+        GGUF.write(untrained("mxfp4", tokenizer=str(tmp_path / name), vocab_size=512), tmp_path, Options())
         found = client(tmp_path).tokenize(text)
         assert found == made(text)["input_ids"] and len(found) < len(text.encode()), name
 
@@ -269,7 +230,7 @@ def test_llama_cpp_gives_texts_of_bytes_back(tmp_path):
     text = "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
     bytes_tokenizer().save_pretrained(tmp_path)
     for tokenizer in ("bytes", str(tmp_path)):
-        GGUF.write(replace(untrained("mxfp4"), facts={"tokenizer": tokenizer}), tmp_path, Options())
+        GGUF.write(untrained("mxfp4", tokenizer=tokenizer), tmp_path, Options())
         llama, tokens = client(tmp_path), [*text.encode()]
         assert llama.tokenize(text) == llama.tokenize(text, special=True) == tokens
         assert llama.text(tokens) == text
@@ -283,9 +244,8 @@ def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path):
         (str(tmp_path / "other"), 512, "not byte-level BPE with a cut of text"),
         (str(tmp_path / "missing"), 512, "cannot be loaded"),
     ]:
-        original = untrained("mxfp4", vocab_size=size)
         with pytest.warns(UserWarning, match=why):
-            GGUF.write(replace(original, facts={"tokenizer": tokenizer}), tmp_path, Options())
+            GGUF.write(untrained("mxfp4", tokenizer=tokenizer, vocab_size=size), tmp_path, Options())
     tokens = torch.arange(32)[None]
     assert client(tmp_path)(input_ids=tokens).logits.shape == (1, 32, 512)
 

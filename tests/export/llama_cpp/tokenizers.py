@@ -1,9 +1,12 @@
-"""Byte-level tokenizers of chat models, as folders."""
+"""Byte-level tokenizers of chat models, as folders; and llama.cpp, if it is there."""
 
+import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from lightning_lowbit.export.formats.base import NoClient
+from lightning_lowbit.export.formats.gguf import GGUF
 from lightning_lowbit.export.formats.gguf.client import QUESTION
 from lightning_lowbit.export.formats.gguf.vocabulary import _CUTS
 
@@ -17,6 +20,13 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def client(folder):
+    try:
+        return GGUF.load(folder)
+    except NoClient as error:
+        pytest.skip(str(error))
 
 
 def byte_level(cut, whole, special, around=None, normalizer=None, texts=(f"{QUESTION} user assistant {ANSWER}",) * 3):
@@ -68,16 +78,9 @@ def own_turns(folder):
 
 def plain(folder):
     """A base model's, with all kinds of tokens and no template."""
-    made = byte_level(None, False, ["<s>", "</s>", "<sep>", "<mask>", "<unk>"])
-    names = ("bos", "eos", "sep", "mask", "unk")
-    return save(
-        folder,
-        made,
-        **{
-            f"{name}_token": token
-            for name, token in zip(names, ("<s>", "</s>", "<sep>", "<mask>", "<unk>"), strict=True)
-        },
-    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "<sep>", "mask_token": "<mask>"}
+    tokens |= {"unk_token": "<unk>"}
+    return save(folder, byte_level(None, False, [*tokens.values()]), **tokens)
 
 
 def cls(folder):

@@ -1,13 +1,23 @@
-"""Networks of ``transformers`` of other kinds than plain language models: exported and compared, or refused."""
+"""Modules of one's own, and networks of other kinds than plain language models: read, exported, compared or refused."""
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale, export_checkpoint
-from tests.export.reading.own_modules import Network
-from tests.lightning_imports import quiet_trainer
+from lightning_lowbit import (
+    Cast,
+    IntegerPrecision,
+    LinearCasts,
+    LowBitPrecision,
+    Scale,
+    export_checkpoint,
+    restore,
+)
+from lightning_lowbit.export.trained_model import read
+from tests.export import modules
+from tests.export.originals import fit
 
-MODULE = "tests.export.reading.own_modules.Network"
+MODULE = "tests.export.modules.Network"
 WEIGHTS = LinearCasts(fprop_w=Cast("int4", Scale("fp32", 32)), dgrad_w="fprop")
 
 pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint does not tell its tokenizer")
@@ -19,10 +29,7 @@ def trained(tmp_path):
 
     def train(kind, casts):
         plugin = LowBitPrecision(casts, skip=["lm_head"] * (kind != "vit"), compute_dtype="bf16")
-        trainer = quiet_trainer(max_steps=1, plugins=plugin, limit_val_batches=0)
-        trainer.fit(Network(kind), torch.utils.data.DataLoader(torch.randn(2, 768), batch_size=2))
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        return tmp_path / "last.ckpt"
+        return fit(modules.Network(kind), plugin, tmp_path, 1, DataLoader(torch.randn(2, 768), batch_size=2))
 
     return train
 
@@ -59,3 +66,16 @@ def test_the_first_output_of_an_image_model_is_compared(trained, tmp_path):
         checkpoint, options = trained("vit", casts), {"module": MODULE, "shape": [1, 3, 16, 16]}
         exported = export_checkpoint(checkpoint, "onnx", tmp_path / kind, **options)
         assert exported.outputs is not None and exported.outputs < limits[kind]
+
+
+@pytest.mark.parametrize("name", ["Drawn", "Computed", "Built", "Hooked", "Partial"])
+def test_a_restored_module_and_an_exported_one_compute_as_it_was_trained(name, tmp_path):
+    """They are made and loaded as Lightning's ``load_from_checkpoint`` does it."""
+    module, x = getattr(modules, name)(seed=7), torch.randn(5, 16)
+    plugin = IntegerPrecision(8, activation_bits=None, group="row", quantize_output=False)
+    path = fit(module, plugin, tmp_path, 4, DataLoader(torch.randn(8, 16)))
+    with torch.no_grad():
+        with plugin.forward_context():
+            expected = module.eval()(x)
+        assert torch.equal(restore(getattr(modules, name)(seed=7), path)(x), expected)
+        assert torch.equal(read(path, f"{modules.__name__}.{name}").model(x), expected)

@@ -73,12 +73,8 @@ def test_a_folder_runs_no_code(name, folder, ran):
     assert "\n" not in str(raised.value), name
 
 
-def test_gguf_takes_no_tokenizer_with_code(folder, ran):
+def test_a_network_of_transformers_is_taken_without_the_code_beside_it_and_gguf_takes_no_tokenizer(folder, ran):
     assert "cannot be loaded" in vocabulary(str(folder), 256)
-    assert not ran.exists()
-
-
-def test_a_network_of_transformers_is_taken_without_the_code_beside_it(folder, ran):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256)).save_pretrained(folder)
     own = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "code.A"}}
@@ -118,12 +114,10 @@ def test_the_description_of_shards_names_no_code(trained, ran, tmp_path):
     for entry in (lambda path: load_weights(model, path), read):
         with pytest.raises(ValueError, match=r"cannot be read \(it names \w+.open, and descriptions of tensors do not"):
             entry(tmp_path / "shards")
-    description.write_bytes(b"\x80")
-    with pytest.raises(ValueError, match="metadata cannot be read"):
-        load_weights(model, tmp_path / "shards")
-    description.unlink()
-    with pytest.raises(ValueError, match="metadata cannot be read"):
-        load_weights(model, tmp_path / "shards")
+    for damage in (lambda: description.write_bytes(b"\x80"), description.unlink):
+        damage()
+        with pytest.raises(ValueError, match="metadata cannot be read"):
+            load_weights(model, tmp_path / "shards")
     assert not ran.exists()
 
 

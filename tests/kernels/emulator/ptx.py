@@ -15,27 +15,13 @@ _TYPES = {f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in 
 _TYPES |= {f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)}
 _TYPES |= {"f16": np.dtype("float16"), "f32": np.dtype("float32"), "f64": np.dtype("float64"), "pred": np.dtype(bool)}
 
-_UNARY = {"abs": np.abs, "neg": np.negative, "not": np.invert, "sqrt": np.sqrt}
-_UNARY["rcp"] = np.reciprocal
-_BINARY = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "max": np.maximum,
-    "min": np.minimum,
-}
+_UNARY = {"abs": np.abs, "neg": np.negative, "not": np.invert, "sqrt": np.sqrt, "rcp": np.reciprocal}
+_BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
+_BINARY |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _OF_NUMBERS = {"max": np.fmax, "min": np.fmin}  # of floats without .NaN
-
-_COMPARED = {
-    "eq": np.equal,
+_COMPARED = {"eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+_COMPARED |= {
     "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
     "equ": lambda a, b: ~((a < b) | (a > b)),
     "neu": np.not_equal,
     "ltu": lambda a, b: ~(a >= b),
@@ -48,8 +34,6 @@ _COMPARED = {
 
 
 class Memory:
-    """One address space, of bytes."""
-
     def __init__(self, size):
         self.bytes = np.zeros(size, np.uint8)
 
@@ -63,8 +47,6 @@ class Memory:
 
 
 class Kernel:
-    """A kernel of PTX text with one entry."""
-
     def __init__(self, ptx):
         body = re.sub(
             r"// begin inline asm(.*?)// end inline asm", inlined, ptx[ptx.index(".entry") :], flags=re.DOTALL

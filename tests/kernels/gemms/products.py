@@ -13,10 +13,10 @@ from lightning_lowbit.kernels.cpu import gemms as cpp
 from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand, plain_multiply
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.call import CastCall
+from tests.quant.tensors import NVFP4
+from tests.quant.tensors import NVFP4_TILES as TILES
 
-NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 DRAWN = NVFP4.replace(rounding="stochastic")
-TILES = NVFP4.replace(scale={"block": (16, 16)})
 EDEN = Cast("e2m1", Scale("e4m3", 16, "stochastic", True, top=255.99, factor=0.93 * 17 / 16, correction=128))
 MXFP4, INT4, INT2 = Cast("e2m1", Scale("e8m0", 32)), Cast("int4", Scale("fp32", 128)), Cast("int2", Scale("bf16", 32))
 INT8 = Cast("int8", Scale("fp32", "row"))

@@ -14,8 +14,6 @@ SIZES = [(8, 16), (33, 100), (48, 64), (5, 1), (70, 31)]
 
 
 class Stack(Product):
-    """A stack of GEMMs of codes."""
-
     def by_loop(self):
         """The products one by one, each by C++."""
         pairs = zip(self.left.products(), self.right.products(), strict=True)
@@ -26,10 +24,7 @@ class Stack(Product):
 
 
 def stack(name, counts, sizes, seed=0, values="normal"):
-    """A stack of two casts with everything else at random, by its seed.
-
-    Contracted along features, ``sizes`` are those of the result and of the contraction; along rows, of the result.
-    """
+    """A stack of two casts, else at random; ``sizes`` are of the result, and of a contraction along features."""
     torch.manual_seed(seed)
     choose = random.Random(seed).choice
     is_along_rows, narrow = choose([True, False]), choose([torch.float32, torch.bfloat16])

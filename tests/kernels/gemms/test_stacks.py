@@ -1,5 +1,7 @@
 """A stack of GEMMs of codes is one call of C++, which gives the bits of each product alone."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -46,11 +48,12 @@ def test_threads_do_not_change_bits(threads):
 
 
 def test_rows_of_other_products_do_not_change_a_product():
-    x, w, call = torch.randn(30, 64), torch.randn(3, 16, 64), CastCall(NVFP4, 1)
-    both = multiply(stack_operand(x, call, [10, 10, 30]), stack_operand(w, call, [10, 10, 30]), None, torch.float32)
-    x[10:] *= 1000
-    again = multiply(stack_operand(x, call, [10, 10, 30]), stack_operand(w, call, [10, 10, 30]), None, torch.float32)
-    assert torch.equal(both[:10], again[:10])
+    x, w, ends, results = torch.randn(30, 64), torch.randn(3, 16, 64), [10, 10, 30], []
+    for _ in range(2):
+        pair = (stack_operand(matrices, CastCall(NVFP4, 1), ends) for matrices in (x, w))
+        results.append(multiply(*pair, None, torch.float32)[:10])
+        x[10:] *= 1000
+    assert torch.equal(*results)
 
 
 def test_products_without_rows_have_zeros_as_gradients():
@@ -60,9 +63,7 @@ def test_products_without_rows_have_zeros_as_gradients():
         pair = (stack_operand(matrix[:rows], call, ends) for matrix in (g, x))
         result = multiply(*pair, None, torch.float32)
         assert result.shape == (3, 16, 32)
-        assert [bool(matrix.any()) for matrix in result] == [
-            end > start for start, end in zip([0, *ends], ends, strict=False)
-        ]
+        assert [bool(matrix.any()) for matrix in result] == [start < end for start, end in pairwise([0, *ends])]
 
 
 X, W = torch.randn(6, 32), torch.randn(3, 8, 32)
@@ -87,7 +88,6 @@ CALL, ENDS = CastCall(NVFP4, 1), [2, 2, 6]
     ],
 )
 def test_operands_that_do_not_fit_are_refused(x, w, x_call, ends, bias):
-    """Kernels would read the memory behind the smaller one."""
     right = CastCall(NVFP4, x_call.dim, rotation=x_call.rotation)
     left = stack_operand(x, x_call._replace(key=None), ends)._replace(call=x_call)
     with pytest.raises(ValueError, match=r"A stack of \d products takes ascending ends of all rows.*by stack_operand"):

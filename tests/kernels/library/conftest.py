@@ -4,17 +4,15 @@ import tempfile
 
 import pytest
 
-from lightning_lowbit.kernels.cpu import casts, library
+from lightning_lowbit.kernels.cpu import library
+from tests.kernels.library.loads import forget
 
 
 @pytest.fixture
 def unloaded():
-    """The kernels are loaded anew within a test, and after it."""
-    for function in (library.library, library._loaded, casts.cpp_cast):
-        function.cache_clear()
+    forget()
     yield
-    for function in (library.library, library._loaded, casts.cpp_cast):
-        function.cache_clear()
+    forget()
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,14 @@ def compiler_with(flags, folder):
     return {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder)}
 
 
-def load():
-    """The kernels, as in a process that has not loaded them yet."""
+def forget():
     for function in (library.library, library._loaded, casts.cpp_cast):
         function.cache_clear()
+
+
+def load():
+    """The kernels, as in a process that has not loaded them yet."""
+    forget()
     return library.library()
 
 

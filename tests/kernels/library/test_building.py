@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -73,10 +74,7 @@ def test_a_compiler_may_have_arguments_or_a_path_with_spaces(cache, compiler, un
 
 
 def test_a_compiler_that_does_not_end_is_not_tried_elsewhere(cache, compiler, unloaded, monkeypatch):
-    def wait(command, **_):
-        raise subprocess.TimeoutExpired(command, 600)
-
-    monkeypatch.setattr(library.subprocess, "run", wait)
+    monkeypatch.setattr(library.subprocess, "run", mock.Mock(side_effect=subprocess.TimeoutExpired("g++", 600)))
     with pytest.warns(UserWarning, match="cannot be built here .*timed out"):
         assert load() is None
     assert names(cache) == {".lock"}
@@ -97,7 +95,6 @@ def test_without_a_compiler_plain_code_runs_after_one_warning(cache, monkeypatch
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
 @pytest.mark.parametrize("instructions", ["x86-64", "haswell"])
 def test_older_instruction_sets_give_the_same_bits(tmp_path, instructions):
-    """By the tests of casts."""
     environment = compiler_with(f"-march={instructions}", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(Path(__file__).parents[1] / "test_casts.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -20,43 +22,21 @@ from tests.kernels.library.loads import calls, load, names
 from tests.tables import each
 
 
-def truncate(size):
-    return lambda path: os.truncate(path, size)
-
-
 def zero_the_middle(path):
     with path.open("r+b") as file:
         file.seek(100_000)
         file.write(bytes(200_000))
 
 
-def put_another(path):
-    path.unlink()
-    shutil.copy(_ctypes.__file__, path)  # a valid library, without the functions
-
-
-def put_a_link(path):
-    shutil.move(path, "elsewhere.so")
-    path.symlink_to(Path("elsewhere.so").absolute())
-
-
-def put_a_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
 @each(
     "damage",
     [
-        truncate(0),
-        truncate(2_000),
-        truncate(100_000),
-        truncate(10_000_000),
+        *(partial(os.truncate, length=size) for size in (0, 2_000, 100_000, 10_000_000)),
         lambda path: path.write_bytes(b"garbage"),
         zero_the_middle,
-        put_another,
-        put_a_link,
-        put_a_folder,
+        lambda path: (path.unlink(), shutil.copy(_ctypes.__file__, path)),  # a library without the functions
+        lambda path: (shutil.move(path, "elsewhere.so"), path.symlink_to(Path("elsewhere.so").absolute())),
+        lambda path: (path.unlink(), path.mkdir()),
         lambda path: path.chmod(0o777),
     ],
 )
@@ -86,12 +66,9 @@ def test_the_cache_serves_without_a_compiler_and_without_a_home(cache, compiler,
 
 
 def test_without_a_home_kernels_are_compiled_for_one_process(cache, compiler, unloaded, monkeypatch, said):
-    def fail():
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("LOWBIT_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert load() is not None and calls() == 1
     assert re.search(r"alone.*home directory.*Set LOWBIT_CACHE_DIR", said())
     assert not list(Path("temporary").iterdir()), "and nothing is left"
@@ -226,20 +203,13 @@ def test_nobody_exchanges_a_folder_that_was_checked(tmp_path):
         assert files.read_trusted(folder / "file") == b"checked"
 
 
-def test_a_cache_of_ones_own_is_closed_to_its_group(cache, compiler, unloaded):
-    shutil.rmtree(cache, ignore_errors=True)
-    cache.mkdir()
-    cache.chmod(0o775)
-    assert load() is not None
-    assert len([*cache.glob("*.so")]) == 1
-    assert not cache.stat().st_mode & 0o022
-
-
-def test_a_folder_that_serves_others_too_keeps_its_permissions(cache, compiler, unloaded, said):
-    shutil.rmtree(cache, ignore_errors=True)
+def test_a_cache_of_ones_own_is_closed_to_its_group_and_one_that_serves_others_is_left(cache, compiler, unloaded, said):
     cache.mkdir()
     (cache / "of others").touch()
     cache.chmod(0o775)
     assert load() is not None
     assert "chmod go-w" in said()
     assert cache.stat().st_mode & 0o777 == 0o775 and [path.name for path in cache.iterdir()] == ["of others"]
+    (cache / "of others").unlink()
+    assert load() is not None
+    assert not cache.stat().st_mode & 0o022 and len([*cache.glob("*.so")]) == 1

@@ -39,7 +39,6 @@ CODE = """if True:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder with the content of the wheel for this machine."""
     folder = tmp_path_factory.mktemp("wheels")
     subprocess.run([sys.executable, ROOT / ".ci" / "wheels", folder, MACHINE], check=True, capture_output=True)
     wheel = folder / f"lightning_lowbit-{__version__}-py3-none-manylinux_2_28_{MACHINE}.whl"

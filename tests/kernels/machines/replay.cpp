@@ -1,8 +1,8 @@
 // Calls functions of a library with copies of another process's memory: `replay LIBRARY`, calls on stdin, results on stdout.
 //
 // A call is its function's name in 32 bytes; the number of blocks of memory, and of each the address, the size, whether it
-// holds addresses, and its bytes; the number of arguments, and these, as 64 bits; the number of results, and the address of
-// each. All numbers have 64 bits. Addresses within a block, in arguments and memory, become those of its copy.
+// holds addresses, and its bytes; the number of arguments, and these. All numbers have 64 bits. Addresses within a block,
+// in arguments and memory, become those of its copy. Results are the blocks without addresses, as the function left them.
 
 #include <dlfcn.h>
 
@@ -64,11 +64,8 @@ int main(int, char **arguments) {
         if (!function) return fprintf(stderr, "%s\n", dlerror()), 1;
         const uint64_t *a = values.data();
         function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]);
-        for (uint64_t results = number(); results; results--) {
-            uint64_t address = number();
-            for (const Block &block : blocks)
-                if (block.address == address) fwrite(block.copy, 1, block.size, stdout);
-        }
+        for (const Block &block : blocks)
+            if (!block.holds_addresses) fwrite(block.copy, 1, block.size, stdout);
         fflush(stdout);
         for (const Block &block : blocks) free(block.copy - block.address % 64);
     }

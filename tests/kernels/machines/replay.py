@@ -1,17 +1,18 @@
-"""Calls of the C++ kernels in a process of another machine, with copies of all memory that they touch."""
+"""The C++ kernels in a process of another machine, which gets copies of all memory that they touch."""
 
 import ctypes
 import struct
 import subprocess
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from lightning_lowbit.kernels import memory
 from lightning_lowbit.kernels.cpu import casts, codes, gemms
-from lightning_lowbit.quant.call import factor_shape
-from lightning_lowbit.quant.packed import empty_packed
 
-STRUCTURES = ctypes.Structure, ctypes.Array
+MODULES = casts, codes, gemms
 
 
 class Machine:
@@ -19,76 +20,66 @@ class Machine:
 
     def __init__(self, command):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._structures, self._tensors = {}, {}  # by address, all that the kernels have been told of
 
-    def call(self, name, arguments, results, memory=()):
-        """Copies of the ``results``, which are tensors, as a kernel leaves them; None for None.
+    @contextmanager
+    def serving(self):
+        """Within this context the package calls the kernels of this machine."""
+        start, addressof, cpp_cast = memory.start, ctypes.addressof, casts.cpp_cast
 
-        ``arguments`` are numbers, tensors, structures and None; ``memory`` is what structures point to.
-        """
-        touched = [one for one in (*arguments, *results, *memory) if isinstance(one, (Tensor, *STRUCTURES))]
-        blocks = {_address(one): one for one in touched}
-        results = [one for one in results if one is not None]
-        message = [struct.pack("<32sQ", name.encode(), len(blocks))]
-        for address, one in blocks.items():
-            message += [struct.pack("<QQQ", address, _size(one), not isinstance(one, Tensor)), _content(one)]
-        numbers = [one if isinstance(one, int) else 0 if one is None else _address(one) for one in arguments]
-        message += [struct.pack(f"<Q{len(numbers)}q", len(numbers), *numbers)]
-        message += [struct.pack(f"<Q{len(results)}Q", len(results), *map(_address, results))]
-        self._process.stdin.write(b"".join(message))
-        self._process.stdin.flush()
-        return [self._read(one) for one in results]
+        def start_of(tensor):
+            self._tensors[start(tensor)] = tensor
+            return start(tensor)
 
-    def _read(self, tensor):
-        content = bytearray(self._process.stdout.read(_size(tensor)))
-        assert len(content) == _size(tensor), f"the process has ended with {self._process.wait()}"
-        return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
+        def address_of(structure):
+            self._structures[addressof(structure)] = structure
+            return addressof(structure)
+
+        def cast_of(*arguments):
+            if (form := cpp_cast(*arguments)) is not None:
+                address_of(form.numbers)
+            return form
+
+        with ExitStack() as stack:
+            for module in MODULES:
+                stack.enter_context(patch.object(module, "library", lambda: self))
+            for module in (memory, casts, gemms):
+                stack.enter_context(patch.object(module, "start", start_of))
+            stack.enter_context(patch.object(ctypes, "addressof", address_of))
+            stack.enter_context(patch.object(casts, "cpp_cast", cast_of))
+            yield
+        assert self._tensors, "no kernel of the machine was called"
+        self._structures.clear()
+        self._tensors.clear()
 
     def instructions(self):
-        (number,) = self.call("lowbit_instructions", [result := torch.zeros(1, dtype=torch.int32)], [result])
-        return gemms.INSTRUCTIONS[number]
+        result = torch.zeros(1, dtype=torch.int32)
+        self._tensors[result.data_ptr()] = result
+        self._call("lowbit_instructions", [result.data_ptr()])
+        return gemms.INSTRUCTIONS[result.item()]
 
-    def product(self, one, threads):
-        """The result of a ``Product``."""
-        keep = []
-        sides = [gemms._operand(side, keep) for side in (one.left, one.right)]
-        values = torch.empty(*(side.panels.rows for side in sides), dtype=one.dtype)
-        result = gemms._Result(values.data_ptr(), None, casts.INPUTS[one.dtype])
-        if one.bias is not None:
-            result.bias, result.bias_dtype = one.bias.data_ptr(), casts.INPUTS[one.bias.dtype]
-        numbers = [casts._Numbers.from_address(side.numbers) for side in sides]
-        tensors = [tensor for x in (one.left, one.right) for tensor in (x.call.key, x.call.amax, x.call.rotation)]
-        memory = [*keep, *numbers, *tensors, one.bias]
-        return self.call("lowbit_gemm", [*sides, result, None, threads], [values], memory)[0]
+    def __getattr__(self, name):
+        return lambda *arguments: self._call(name, arguments)
 
-    def operand(self, x, call, threads):
-        """The values and the factor of a contiguous matrix's cast."""
-        form = casts.cpp_cast(call.cast.spec, call.dim, x.dtype, call.dtype)
-        values, factor = torch.empty(call.shape(x), dtype=form.dtype), None
-        if form.has_factor:
-            factor = torch.empty(factor_shape(values.shape, call.cast, call.dim) if form.has_factors else ())
-        return self._cast(x, form, call, values, factor, None, threads)
-
-    def packed(self, x, call, threads):
-        """The bytes and the factor of a contiguous matrix's packed cast."""
-        form = casts.cpp_cast(call.cast.spec, call.dim, x.dtype, torch.float32)
-        data, factor = empty_packed(x, call)
-        layout = codes._layout(call.cast.spec).codes(data.data_ptr(), call.shape(x).numel())
-        return self._cast(x, form, call, data, factor, layout, threads)
-
-    def _cast(self, x, form, call, values, factor, layout, threads):
-        rotation = casts.rotation_of(call.rotation, call.dim)
-        results = [values, factor]
-        arguments = [x, *x.shape, form.numbers, *results, call.key, call.amax, rotation, None, layout, None, threads]
-        return self.call("lowbit_cast", arguments, results, [call.rotation])
-
-    def unpacked(self, data, call, shape, source, threads):
-        """The values of packed bytes of a matrix that had the dtype ``source``."""
-        values = torch.empty(shape, dtype=call.values_dtype(source))
-        target = torch.float32 if values.dtype == torch.int8 else values.dtype
-        form = casts.cpp_cast(call.cast.spec, call.dim, source, target)
-        layout = codes._layout(call.cast.spec).codes(data.data_ptr(), values.numel())
-        arguments = [data, *shape, layout, form.numbers, values, casts.OUTPUTS[values.dtype], threads]
-        return self.call("lowbit_unpack", arguments, [values])[0]
+    def _call(self, name, arguments):
+        """Calls a kernel, and brings back what it writes to tensors."""
+        numbers = []
+        for argument in arguments:
+            one = getattr(argument, "_obj", argument)  # of ctypes.byref
+            is_structure = isinstance(one, ctypes.Structure | ctypes.Array)
+            numbers.append(ctypes.addressof(one) if is_structure else one or 0)
+        message = [struct.pack("<32sQ", name.encode(), len(self._structures) + len(self._tensors))]
+        for address, one in (self._structures | self._tensors).items():
+            size = one.nbytes if isinstance(one, Tensor) else ctypes.sizeof(one)
+            message.append(struct.pack("<QQQ", address, size, not isinstance(one, Tensor)))
+            message.append(ctypes.string_at(address, size))
+        message.append(struct.pack(f"<Q{len(numbers)}q", len(numbers), *numbers))
+        self._process.stdin.write(b"".join(message))
+        self._process.stdin.flush()
+        for address, tensor in self._tensors.items():
+            content = self._process.stdout.read(tensor.nbytes)
+            assert len(content) == tensor.nbytes, f"the process has ended with {self._process.wait()}"
+            ctypes.memmove(address, content, len(content))
 
     def __enter__(self):
         return self
@@ -96,16 +87,3 @@ class Machine:
     def __exit__(self, *_):
         with self._process:  # closes the pipes and waits
             pass
-
-
-def _address(one):
-    return one.data_ptr() if isinstance(one, Tensor) else ctypes.addressof(one)
-
-
-def _size(one):
-    return one.numel() * one.element_size() if isinstance(one, Tensor) else ctypes.sizeof(one)
-
-
-def _content(one):
-    assert not isinstance(one, Tensor) or one.is_contiguous()
-    return ctypes.string_at(_address(one), _size(one))

@@ -3,6 +3,7 @@
 import runpy
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, unpack_operand
 from lightning_lowbit.quant.call import CastCall
-from tests.kernels.gemms.products import products
+from tests.kernels.gemms.products import Product, products
 from tests.kernels.machines.replay import Machine
+from tests.kernels.memory.signs import _flat
 from tests.kernels.test_casts import COVERED, VALUES, keyed, same_bits
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -47,9 +49,18 @@ def machine(request, folder):
         yield machine
 
 
-def test_a_thousand_products(machine):
+def check(machine, make):
+    with backend("cpp"):
+        expected = _flat(make())
+        with machine.serving():
+            found = _flat(make())
+    assert len(found) == len(expected) and all(map(same_bits, found, expected)), str(make)
+
+
+def test_a_thousand_products(machine, threads):
     for number, one in enumerate(products(1000)):
-        assert same_bits(machine.product(one, 1 + number % 3), one.by_cpp()), str(one)
+        threads(1 + number % 3)
+        check(machine, partial(Product.by_cpp, one))
 
 
 def calls():
@@ -66,20 +77,10 @@ def calls():
                 yield change(torch.randn(17 + dim, 72)).bfloat16(), CastCall(cast, dim, keyed(cast))
 
 
-def test_casts(machine):
-    with backend("cpp"):
-        for number, (x, call) in enumerate(calls()):
-            values, *factor = machine.operand(x, call, 1 + number % 3)
-            expected = quantize_operand(x, call.cast, call.dim, call.key)
-            assert same_bits(values, expected.values), call
-            assert not factor or same_bits(factor[0], expected.factor), call
-
-
-def test_codes_of_packed_operands_and_back(machine):
-    with backend("cpp"):
-        for number, (x, call) in enumerate(calls()):
-            data, factor = machine.packed(x, call, 1 + number % 3)
-            expected = pack_operand(x, call.cast, call.dim, call.key)
-            assert torch.equal(data, expected.data) and same_bits(factor, expected.factor), call
-            values = machine.unpacked(data, call, x.shape, x.dtype, 1)
-            assert same_bits(values, unpack_operand(expected, call.cast, call.dim, x.shape, x.dtype).values), call
+def test_casts_and_codes_and_back(machine, threads):
+    for number, (x, call) in enumerate(calls()):
+        threads(1 + number % 3)
+        check(machine, partial(quantize_operand, x, call.cast, call.dim, call.key))
+        check(machine, partial(pack_operand, x, call.cast, call.dim, call.key))
+        packed = pack_operand(x, call.cast, call.dim, call.key)
+        check(machine, partial(unpack_operand, packed, call.cast, call.dim, x.shape, x.dtype))

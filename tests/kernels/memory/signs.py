@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import (
@@ -57,21 +58,18 @@ def calls(view, source):
     ways = {}
     for name, cast in CASTS.items():
         for dim in (0, 1):
-            what = f"{name}, dim {dim}: "
-            whole = amax if cast.scale.needs_amax else None
-            ways[what + "cast"] = lambda c=cast, d=dim: quantize_operand(view(x), c, d, view(key) if c.draws else None)
-            ways[what + "cast of a transposed view"] = lambda c=cast, d=dim: quantize_operand(
-                view(x.t().contiguous()).t(), c, d, key if c.draws else None
-            )
-            ways[what + "amax"] = lambda c=cast, d=dim, a=whole: quantize_operand(
-                x, c, d, key if c.draws else None, None if a is None else view(a)
-            )
-            ways[what + "packed"] = lambda c=cast, d=dim: pack_operand(view(x), c, d, key if c.draws else None)
-            ways[what + "unpacked"] = lambda c=cast, d=dim: _unpacked(view, pack_operand(x, c, d, key), c, d, x)
-            for part, (matrix, diagonal) in {"matrix": (view, same), "signs": (same, view)}.items():
-                ways[f"{what}rotated, {part}"] = lambda c=cast, d=dim, of_x=matrix, of_signs=diagonal: quantize_operand(
-                    of_x(x), c, d, key if c.draws else None, rotation=of_signs(signs)
-                )
+            used, whole = key if cast.draws else None, amax if cast.scale.needs_amax else None
+
+            def way(part, make, name=name, cast=cast, dim=dim):
+                ways[f"{name}, dim {dim}: {part}"] = lambda: make(cast, dim)
+
+            way("cast", lambda c, d, k=used: quantize_operand(view(x), c, d, k if k is None else view(k)))
+            way("transposed", lambda c, d, k=used: quantize_operand(view(x.t().contiguous()).t(), c, d, k))
+            way("amax", lambda c, d, k=used, a=whole: quantize_operand(x, c, d, k, a if a is None else view(a)))
+            way("packed", lambda c, d, k=used: pack_operand(view(x), c, d, k))
+            way("unpacked", lambda c, d: _unpacked(view, pack_operand(x, c, d, key), c, d, x))
+            way("rotated, matrix", lambda c, d, k=used: quantize_operand(view(x), c, d, k, rotation=signs))
+            way("rotated, signs", lambda c, d, k=used: quantize_operand(x, c, d, k, rotation=view(signs)))
     for dim in (0, 1):
         ways[f"rotation, dim {dim}"] = lambda d=dim: rotate(view(x), signs, d)
         ways[f"rotation by signs, dim {dim}"] = lambda d=dim: rotate(x, view(signs), d)
@@ -93,7 +91,6 @@ def _unpacked(view, packed, cast, dim, x):
 
 
 def differences(name):
-    """Where a view of another sign changes what kernels of a backend make."""
     differing = []
     with backend(name):
         for source in (torch.float32, torch.bfloat16):
@@ -109,9 +106,7 @@ def differences(name):
 
 
 def _flat(made):
-    if isinstance(made, Tensor):
-        return [made]
-    return [tensor for part in made if part is not None for tensor in _flat(part)]
+    return [part for part in tree_leaves(made) if isinstance(part, Tensor)]
 
 
 def _bits(tensor):

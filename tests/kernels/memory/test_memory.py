@@ -47,38 +47,28 @@ def test_one_module_hands_out_addresses():
     assert len(files) > 20 and users == {"memory.py"}
 
 
-@each(
-    "tensor",
-    [
+def test_tensors_of_another_kind_and_freed_ones_have_no_address():
+    four, empty = torch.ones(4), torch.ones(0)
+    for tensor in (
         torch.ones(3),
         torch.ones(5),
-        torch.ones(4, dtype=torch.float64),
-        torch.ones(4, dtype=torch.int32),
+        four.double(),
+        four.int(),
         torch.ones(4, 2).t()[0],
         torch.ones(()).expand(4),
-        torch._neg_view(torch.ones(4)),
+        torch._neg_view(four),
         torch.ones(4, device="meta"),
-    ],
-)
-def test_a_tensor_of_another_kind_has_no_address(tensor):
-    with pytest.raises(ValueError, match=r"need weights as 4 contiguous elements of torch.float32 on cpu, and got"):
-        address("weights", tensor, torch.float32, 4)
-    with pytest.raises(ValueError, match="need weights as 4"):
-        checked("weights", tensor, torch.float32, 4, CPU)
-
-
-def test_memory_that_was_freed_has_no_address():
-    tensor = torch.ones(4)
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="was freed"):
-        address("weights", tensor, torch.float32, 4)
-
-
-def test_addresses_and_what_is_not_there():
-    tensor, empty = torch.ones(2, 2), torch.ones(0)
-    assert address("x", tensor, torch.float32, 4) == tensor.data_ptr()
+    ):
+        with pytest.raises(ValueError, match=r"need weights as 4 contiguous elements of torch.float32 on cpu, and got"):
+            address("weights", tensor, torch.float32, 4)
+        with pytest.raises(ValueError, match="need weights as 4"):
+            checked("weights", tensor, torch.float32, 4, CPU)
+    assert address("x", four, torch.float32, 4) == four.data_ptr()
     assert address("x", empty, torch.float32, 0) == empty.data_ptr()
     assert checked("x", None, torch.float32, 4, CPU) is None
+    four.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="was freed"):
+        address("weights", four, torch.float32, 4)
 
 
 def test_a_launch_has_tensors_of_one_device():
@@ -118,7 +108,6 @@ PACKED = [
 
 
 def cut(data):
-    """Bytes that are not those of a matrix."""
     return {
         "one less": data[:-1],
         "half": data[: len(data) // 2],
@@ -139,9 +128,8 @@ def test_bytes_of_another_size_are_refused(name, cast, dim):
     packed = pack_operand(torch.randn(shape), cast, dim)
     with backend(name):
         for what, data in cut(packed.data).items():
-            with pytest.raises(
-                ValueError, match=rf"packed matrix of \(32, 64\) .* is {len(packed.data)} bytes.*and got"
-            ):
+            message = rf"packed matrix of \(32, 64\) .* is {len(packed.data)} bytes.*and got"
+            with pytest.raises(ValueError, match=message):
                 unpack_operand(Packed(data, packed.factor), cast, dim, shape, torch.float32)
                 raise AssertionError(what)
         with pytest.raises(ValueError, match="and got"):
@@ -161,16 +149,12 @@ def test_frozen_weights_of_another_size_are_refused(cast):
                 read(bad)
 
 
-def test_layouts_from_bytes_of_another_size_are_refused():
-    packed = pack_operand(torch.randn(32, 64), NVFP4, 1)
-    for bad in cut(packed.data).values():
+@needs_cpp
+def test_layouts_and_kernels_read_no_other_number_of_bytes():
+    data = pack_operand(torch.randn(32, 64), NVFP4, 1).data
+    for bad in cut(data).values():
         with pytest.raises(ValueError, match="packed matrix"):
             lay_out_packed(bad, NVFP4, 16, 1, torch.Size((32, 64)))
-
-
-@needs_cpp
-def test_the_kernel_itself_reads_no_other_number_of_bytes():
-    data = pack_operand(torch.randn(32, 64), NVFP4, 1).data
     with pytest.raises(ValueError, match="need codes and scales as 1152"):
         codes.unpack(data[:-1], torch.ones(()), CastCall(NVFP4, 1), torch.Size((32, 64)), torch.float32)
     with pytest.raises(ValueError, match="need codes and scales as 1152"):
@@ -211,14 +195,14 @@ ARGUMENTS = {
 
 
 @needs_cpp
-@each("name", ARGUMENTS)
-def test_what_kernels_do_not_take_is_the_plain_code_s(name):
-    results = []
-    for code in ("cpp", "eager"):
-        torch.manual_seed(0)
-        with backend(code):
-            results.append(outcome(ARGUMENTS[name]))
-    assert results[0] == results[1]
+def test_what_kernels_do_not_take_is_the_plain_code_s():
+    for name, call in ARGUMENTS.items():
+        results = []
+        for code in ("cpp", "eager"):
+            torch.manual_seed(0)
+            with backend(code):
+                results.append(outcome(call))
+        assert results[0] == results[1], name
 
 
 @needs_cpp
