@@ -7,9 +7,9 @@ import torch
 
 from lightning_lowbit import Below, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
-from tests.callbacks.switches.runs import RESUMES
-from tests.callbacks.switches.triggers.runs import begin, fit
+from tests.callbacks.switches.runs import RESUMES, begin, fit_texts
 from tests.lightning_imports import Callback, MisconfigurationException
+from tests.tables import each
 
 pytestmark = RESUMES
 
@@ -38,9 +38,8 @@ class Measured(Callback):
             self.known.append((step, self.values[min(step, len(self.values)) - 1]))
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize(
-    ("values", "expected"),
+@each(
+    "values, expected",
     [
         ([3, 1, 1, 3], 4),  # the 2nd and 3rd are below; that of the 3rd step is looked at once four are taken
         ([1, 3, 1, 1, 3], 5),
@@ -49,14 +48,13 @@ class Measured(Callback):
         ([1, 3, 1, 3, 1, 3, 1, 3], None),
         ([1, 1], 3),
     ],
-    ids=["after another", "not in a row", "nan", "equal", "alternating", "at once"],
 )
-@pytest.mark.parametrize("first", [True, False])
-def test_after_some_measurements_in_a_row(values, expected, first):
+def test_after_some_measurements_in_a_row(values, expected):
     """Whatever the order of the callbacks."""
-    switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))
-    both = [Measured(*values, 3), switch]
-    assert begin(*(both if first else reversed(both)), accumulate_grad_batches=2) == expected
+    for order in (1, -1):
+        switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))
+        both = [Measured(*values, 3), switch]
+        assert begin(*both[::order], accumulate_grad_batches=2) == expected, order
 
 
 class Disagrees:
@@ -82,13 +80,12 @@ def test_ranks_whose_values_differ_decide_alike():
 
 
 def test_a_metric_that_nobody_measures():
-    with pytest.raises(
-        MisconfigurationException, match=r"'gradient_noise/ratio', which no .* Add GradientNoiseMonitor"
-    ):
-        fit(QAFSwitch(below={}))
-    message = r"offers: Measured does not \(it measures 'noise' and not 'gradient_noise/ratio'\)"
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(QAFSwitch(below={}), Measured())
+    for callbacks, words in [
+        ([], r"'gradient_noise/ratio', which no .* Add GradientNoiseMonitor"),
+        ([Measured()], r"offers: Measured does not \(it measures 'noise' and not 'gradient_noise/ratio'\)"),
+    ]:
+        with pytest.raises(MisconfigurationException, match=words):
+            fit_texts(QAFSwitch(below={}), *callbacks)
 
 
 def test_the_default_is_that_of_the_paper():
@@ -115,20 +112,20 @@ def test_resumes_before_at_and_after(name):
     kwargs = {"max_steps": 12 if name == "plateau" else 8}
     if name == "plateau":
         kwargs |= {"val_check_interval": 2, "limit_val_batches": 1}
-    whole = fit(*make(), keep="trained", **kwargs)
+    whole = fit_texts(*make(), keep="trained", **kwargs)
     switched = whole.phases.index("qaf")
     assert switched == {"plateau": 6}.get(name, 4)
     # Of a checkpoint between a step and the validation after it, Lightning leaves this validation out.
     at = [3, 7, 9] if name == "plateau" else [switched - 1, switched, switched + 1, switched + 2]
     for step in at:
-        resumed = fit(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
+        resumed = fit_texts(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
         assert resumed.rows == whole.rows[step:], f"resumed after step {step}"
         assert torch.equal(resumed.weights, whole.weights), f"resumed after step {step}: other weights"
 
 
 def test_what_is_measured_and_not_looked_at_is_saved():
     """The fake monitor forgets its measurements: that of the 2nd step is known after the 3rd, and looked at later."""
-    fit(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep="trained")
+    fit_texts(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep="trained")
     (state,) = torch.load("3.ckpt", weights_only=True)["lightning_lowbit_switches"].values()
     assert state == {"due": math.inf, "in_a_row": 0, "value": 3, "seen": 1, "waiting": [(2, 1)]}
 
@@ -139,10 +136,12 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
         ([PrecisionSwitch("bf16", step=3), QAFSwitch(tokens=30)], "qaf"),
         ([QAFSwitch(tokens=30), PrecisionSwitch("bf16", step=3)], "bf16"),
     ]:
-        assert fit(*switches).phases == ["fqt"] * 3 + [last] * 5
+        assert fit_texts(*switches).phases == ["fqt"] * 3 + [last] * 5
         assert [switch._record is None for switch in switches] == [True, False], "the first one has acted"
 
 
-def test_switches_of_other_triggers_have_states_of_their_own():
-    keys = {QAFSwitch(**arguments).state_key for arguments in TRIGGERS.values()}
-    assert len(keys) == len(TRIGGERS)
+def test_switches_of_other_arguments_have_states_of_their_own():
+    changes = [{}, {"to": "qaf"}, {"plateau": {"patience": 3}}, {"plateau": {"monitor": "other"}}]
+    gradual = [PrecisionSwitch(**{"to": "fqt", "plateau": {}, "steps": 4, **change}) for change in changes]
+    switches = [*gradual, *(QAFSwitch(**when) for when in TRIGGERS.values())]
+    assert len({switch.state_key for switch in switches}) == len(switches)

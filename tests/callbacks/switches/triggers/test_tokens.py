@@ -7,28 +7,23 @@ import torch
 
 from lightning_lowbit import PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.step_triggers import AtTokens, count_tokens
-from tests.callbacks.switches.runs import RESUMES
-from tests.callbacks.switches.triggers.runs import begin, fit
+from tests.callbacks.switches.runs import RESUMES, begin, fit_texts
 from tests.lightning_imports import BoringModel, MisconfigurationException
 from tests.tables import each
 
 pytestmark = RESUMES
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (10, 1), (11, 2), (40, 4), (41, 5), (80, None)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@each("accumulate", [1, 2])
+@each("tokens, expected", [(0, 0), (1, 1), (10, 1), (11, 2), (40, 4), (41, 5), (80, None)])
 def test_the_first_step_that_begins_after_so_many_tokens(tokens, expected, accumulate):
     found = begin(PrecisionSwitch("qaf", tokens=tokens * accumulate), accumulate_grad_batches=accumulate)
     assert found == expected
 
 
-def test_micro_batches_count_but_do_not_switch():
+def test_micro_batches_count_but_do_not_switch_and_a_count_may_be_ones_own():
     assert begin(QAFSwitch(tokens=10), accumulate_grad_batches=4) == 1
     assert begin(QAFSwitch(tokens=41), accumulate_grad_batches=4) == 2
-
-
-def test_tokens_by_a_count_of_ones_own():
     assert begin(QAFSwitch(tokens=12, count=lambda batch: batch.numel() // 3)) == 4
 
 
@@ -40,21 +35,19 @@ def test_what_is_counted():
             count_tokens(batch)
 
 
-@pytest.mark.parametrize("number", [torch.tensor(3), 2.5, None], ids=str)
+@each("number", [torch.tensor(3), 2.5, None])
 def test_a_count_that_is_none(number):
     with pytest.raises(MisconfigurationException, match="count gives the number of tokens of a batch, an int"):
-        fit(QAFSwitch(tokens=3, count=lambda batch: number))
+        fit_texts(QAFSwitch(tokens=3, count=lambda batch: number))
 
 
 class Ranks:
     """A Trainer of two ranks, as far as a trigger sees it; the other one's tokens, and the number of collectives."""
 
     def __init__(self, alike=1):
-        self.world_size, self.global_step, self.collectives = 2, 0, 0
+        self.world_size, self.global_step, self.collectives, self.other = 2, 0, 0, 0
         self.distributed_sampler_kwargs = {"num_replicas": 2 // alike, "rank": 0}
-        self.strategy = self
-        self.root_device = torch.device("cpu")
-        self.other = 0
+        self.strategy, self.root_device = self, torch.device("cpu")
 
     def reduce(self, tensor, reduce_op):
         assert (reduce_op, tensor.dtype) == ("sum", torch.int64)
@@ -85,16 +78,13 @@ def test_few_collectives_and_the_very_step(tokens):
     assert ranks.collectives <= 5 + 2 * math.log2(tokens / 300 + 1)
 
 
-def test_exact_though_steps_become_twice_as_large():
+def test_exact_though_steps_become_twice_as_large_or_ranks_share_a_batch():
     """Of 300 tokens, and after step 100 of 600: at 30 000 + 600 k."""
     assert count_on(Ranks(), 90_000, lambda step: 200 if step < 100 else 500) == 200
-
-
-def test_ranks_that_share_a_batch_count_as_one():
     assert count_on(Ranks(alike=2), 10_000, lambda step: 100) == 100
 
 
 def test_a_checkpoint_without_a_count_says_so():
-    fit(max_steps=3, keep="trained")
+    fit_texts(max_steps=3, keep="trained")
     with pytest.warns(UserWarning, match=r"QAFSwitch\(tokens=20\) counts tokens from step 3 on"):
         assert begin(QAFSwitch(tokens=20), ckpt_path="3.ckpt") == 5
