@@ -21,21 +21,16 @@ SLOW = {"guides/pretrained_to_chat.md"}  # a run and two exports by their comman
 SHARED = [page for page, examples in EXAMPLES.items() if examples and page not in ALONE]
 
 
-def test_there_are_examples():
-    assert SHARED
-    assert all(EXAMPLES[page] for page in ALONE)
-
-
 @each("page", sorted(ALONE))
 def test_examples_of_a_page_are_python(page):
+    assert EXAMPLES[page] and SHARED
     for number, example in enumerate(EXAMPLES[page], 1):
         compile(example, f"docs/{page}, example {number}", "exec")
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in SHARED])
-@pytest.mark.filterwarnings(
-    "ignore", "error:lightning_lowbit:DeprecationWarning"
-)  # they may do what Lightning warns of
+# They may do what Lightning warns of.
+@pytest.mark.filterwarnings("ignore", "error:lightning_lowbit:DeprecationWarning")
 @pytest.mark.skipif("LOWBIT_TEST_LIGHTNING" in os.environ, reason="the pages import lightning")
 def test_examples_of_a_page_run_one_after_the_other(page, monkeypatch):
     module = types.ModuleType("page")

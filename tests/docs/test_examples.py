@@ -11,6 +11,7 @@ import lightning_lowbit
 from lightning_lowbit.cli import main
 from lightning_lowbit.nn import QuantLinear
 from tests.lightning_imports import quiet_trainer
+from tests.tables import each
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 FILES = [EXAMPLES / name for name in ("digits.py", "digits.yaml", "hybrid_precision.py", "weight_noise.py")]
@@ -24,7 +25,7 @@ def examples(monkeypatch):
         monkeypatch.delitem(sys.modules, file.stem, raising=False)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@each("file", FILES)
 def test_it_is_short(file):
     assert len(file.read_text().splitlines()) < 40
 

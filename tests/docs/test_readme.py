@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
@@ -13,13 +11,10 @@ PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_there_is_an_example():
+def test_its_examples_run():
     assert EXAMPLES
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example_runs(number):
-    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "readme"})
+    for number, example in enumerate(EXAMPLES, 1):
+        exec(compile(example, f"README.md, example {number}", "exec"), {"__name__": "readme"})
 
 
 def test_there_are_exactly_two_set_up_commands():
@@ -28,7 +23,7 @@ def test_there_are_exactly_two_set_up_commands():
     assert all("-c .ci/constraints.txt" in command for command in commands), "install through the constraints"
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 8192), ("recipes/README.md", 10240)])
+@each("page, most", [("README.md", 8192), ("recipes/README.md", 10240)])
 def test_it_is_short(page, most):
     assert (ROOT / page).stat().st_size <= most, f"{page} has more than {most} bytes: move something to docs/"
 

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.nn import QuantizedLayer
+from tests.tables import each
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 # By script: arguments of a tiny run, and the last lines that it prints.
@@ -50,7 +51,7 @@ def run(monkeypatch, tmp_path, capsys):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@each("name", SCRIPTS)
 def test_it_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80
 
@@ -59,27 +60,25 @@ def test_it_is_short(name):
 def test_it_trains_in_few_bits_and_prints_the_result(run, name):
     arguments, pattern = SCRIPTS[name]
     calls = []  # of layers with casts
-    with register_module_forward_hook(lambda module, *_: calls.append(is_quantized(module))):
+
+    def note(module, *_):
+        calls.append(isinstance(module, QuantizedLayer) and len(module.casts.quantized_gemms) > 0)
+
+    with register_module_forward_hook(note):
         assert re.search(pattern, run(name, arguments))
     assert any(calls)
 
 
-def is_quantized(module):
-    """Returns whether a module quantizes its operands."""
-    return isinstance(module, QuantizedLayer) and len(module.casts.quantized_gemms) > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arguments", "pattern", "limits"),
+    ("name", "arguments", "pattern", "low", "high"),
     [
-        ("digits_mlp", [], r"FP4 +\d\.\d{3} +(\d\d\.\d)%", (85, 100)),
-        ("transformer", ["--steps=60"], r"validation: (\d\.\d\d) nats", (1.5, 2.9)),
-        ("unet", ["--steps=80"], r"noise, (0\.\d{4}) without", (0, 0.03)),
-        ("gan", [], r"hits: (\d)", (6, 8)),
+        ("digits_mlp", [], r"FP4 +\d\.\d{3} +(\d\d\.\d)%", 85, 100),
+        ("transformer", ["--steps=60"], r"validation: (\d\.\d\d) nats", 1.5, 2.9),
+        ("unet", ["--steps=80"], r"noise, (0\.\d{4}) without", 0, 0.03),
+        ("gan", [], r"hits: (\d)", 6, 8),
     ],
     ids=["digits_mlp", "transformer", "unet", "gan"],
 )
-def test_it_learns(run, name, arguments, pattern, limits):
-    low, high = limits
+def test_it_learns(run, name, arguments, pattern, low, high):
     assert low <= float(re.search(pattern, run(name, arguments))[1]) <= high
