@@ -113,7 +113,7 @@ class Validated(Regression):
 
 
 class Scheduled(Regression):
-    """Notes the learning rate within each step and after it; a schedule halves it in each step.
+    """Notes the learning rate within each step, after which a schedule halves it.
 
     Args:
         make: the optimizer.
@@ -121,21 +121,17 @@ class Scheduled(Regression):
 
     def __init__(self, make=lambda p: torch.optim.Adam(p, 1e-2)):
         super().__init__()
-        self.make, self.rates, self.scheduled = make, [], []
+        self.make, self.rates = make, []
 
     def configure_optimizers(self):
         optimizer = self.make(self.parameters())
-        optimizer.register_step_post_hook(lambda *_: self.scheduled.append(self.rate(optimizer)))
         schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def rate(self, optimizer):
-        return float(optimizer.param_groups[0]["lr"])
 
     def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
         def noted():  # the hooks before a step have run
             loss = closure()
-            self.rates.append(self.rate(optimizer.optimizer))
+            self.rates.append(float(optimizer.param_groups[0]["lr"]))
             return loss
 
         optimizer.step(closure=noted)

@@ -16,7 +16,6 @@ from tests.callbacks.recovery.spike_rollback.runs import (
     KEPT,
     Scripted,
     assert_same,
-    assert_undone,
     fit,
     rollback,
     rolled_back,
@@ -100,13 +99,6 @@ def test_goes_back_between_steps_with_micro_batches():
     )
     kept = [2 * step + half for step in KEPT for half in (0, 1)]
     assert_same(model.end, fit(Scripted(kept), accumulate_grad_batches=2).end, "not the run without these batches")
-
-
-@pytest.mark.parametrize("at", [18, 19])
-def test_the_last_steps_are_judged_too(at):
-    callback = rollback()
-    assert_undone(rolled_back(callback, model=Scripted(range(20), {at: "spike"})), range(16))
-    assert steps(callback) == [(20, at, 16)]
 
 
 def test_validates_what_has_been_judged():

@@ -45,16 +45,11 @@ def test_learning_rates_are_lower_for_some_steps(schedule):
     assert model.made.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**20), "the schedule saw the factor"
 
 
-def test_a_phase_for_some_steps():
+def test_a_phase_for_some_steps_or_until_the_run_ends():
     model = rolled_back(rollback(phase="bf16", recovery_steps=3), plugin=FP8Precision())
     assert model.phases == ["fqt"] * 13 + ["bf16"] * 3 + ["fqt"] * 4
-
-
-def test_a_run_that_ends_meanwhile_ends_in_its_own_phase():
-    plugin, model = FP8Precision(), Scripted(range(16), {BAD: "nan"})
-    rolled_back(rollback(phase="bf16", lr_factor=0.5), model=model, plugin=plugin)
-    assert model.phases[-1] == "bf16"
-    assert plugin.phase == "fqt"
+    model = rolled_back(rollback(phase="bf16", lr_factor=0.5), plugin=(plugin := FP8Precision()))
+    assert (model.phases[-1], plugin.phase) == ("bf16", "fqt")
     assert not model.made._optimizer_step_pre_hooks, "the optimizer was not let go of"
 
 
