@@ -67,7 +67,8 @@ def resumptions(meshes):
     for name in asked:
         kind, on = name.split(", ")
         case, mesh = kind.split(": ")[0], None if on == "one process" else meshes[SPREADS[on].mesh]
-        if dist.get_rank() == 0 if mesh is None else meshes.has(SPREADS[on].mesh):
+        takes_part = dist.get_rank() == 0 if mesh is None else meshes.has(SPREADS[on].mesh)
+        if takes_part:
             run = Run(case) if mesh is None else meshes.run(case, on)
             load(run, kind.replace(":", ""), mesh)
             results[name] = run.train(HALF).outcome()
