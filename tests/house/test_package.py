@@ -88,19 +88,15 @@ def test_sources_that_are_not_installed_hold_the_recipes():
 @pytest.mark.slow  # a process of its own
 def test_plugins_train_without_jsonargparse_and_the_command_asks_for_it(tmp_path):
     code = """if True:
-        import importlib.machinery, importlib.metadata, sys
-        find, distribution = importlib.machinery.PathFinder.find_spec, importlib.metadata.distribution
-
-        def find_others(name, *others):
-            return None if name.partition(".")[0] == "jsonargparse" else find(name, *others)
+        import importlib.metadata, sys
+        distribution = importlib.metadata.distribution
 
         def others(name):
             if name == "jsonargparse":
                 raise importlib.metadata.PackageNotFoundError(name)
             return distribution(name)
 
-        importlib.machinery.PathFinder.find_spec = staticmethod(find_others)
-        importlib.metadata.distribution = others
+        importlib.metadata.distribution, sys.modules["jsonargparse"] = others, None
         from lightning.pytorch import Trainer
         from lightning.pytorch.demos.boring_classes import BoringModel
         from lightning_lowbit import FP4Precision, RunReport
