@@ -52,7 +52,7 @@ class GentleSteps:
         self._phase_before: str | None = None
         self._loaded: bool | None = None  # from a checkpoint: True if the phase was still ours
         self._plugin: LowBitPrecision | None = None
-        self._rates = LowerRates()
+        self.rates = LowerRates()
 
     def begin(self, trainer: Trainer, until: int) -> None:
         self.end()
@@ -61,7 +61,7 @@ class GentleSteps:
         if self._plugin is not None:
             self._phase_before = self._plugin.phase
             self._plugin.push_phase(self._owner, self._phase)
-        self._rates.by(self._lr_factor, trainer.optimizers)
+        self.rates.by(self._lr_factor, trainer.optimizers)
 
     def resume(self, trainer: Trainer) -> None:
         """Continues, when training starts, the steps that the end of training or a checkpoint interrupted."""
@@ -73,22 +73,19 @@ class GentleSteps:
             if loaded and self._phase is not None and self._phase_before is not None:
                 plugin.set_phase(self._phase_before)  # the plugin restored the temporary phase
             plugin.push_phase(self._owner, self._phase)
-        self._rates.by(self._lr_factor, trainer.optimizers)
+        self.rates.by(self._lr_factor, trainer.optimizers)
 
     def suspend(self) -> None:
         """Restores phase and learning rates when training ends, until :meth:`resume`."""
         if self.until is not None and self._plugin is not None and self._plugin.has_pushed(self._owner):
             self._plugin.push_phase(self._owner, None)
-        self.release_rates()
+        self.rates.release()
 
     def end(self) -> None:
         if self.until is not None and self._plugin is not None:
             self._plugin.pop_phase(self._owner)
         self.until = None
-        self.release_rates()
-
-    def release_rates(self) -> None:
-        self._rates.release()
+        self.rates.release()
 
     def _find_plugin(self, trainer: Trainer) -> None:
         self._plugin = trainer.precision_plugin if isinstance(trainer.precision_plugin, LowBitPrecision) else None
