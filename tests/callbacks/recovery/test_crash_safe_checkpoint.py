@@ -111,14 +111,18 @@ def test_remote_folders_and_writing_in_the_background_are_refused():
         fit(CrashSafeCheckpoint("here"), plugins=[AsyncCheckpointIO()])
 
 
-def test_a_checkpoint_that_is_remote_or_written_in_the_background_has_its_name_at_once():
+def test_a_checkpoint_between_steps_is_a_loadable_file_also_remote_or_written_in_the_background():
     from fsspec.implementations.memory import MemoryFileSystem
 
     trainer = fit(enable_checkpointing=False, plugins=[AsyncCheckpointIO()])
     save_checkpoint(trainer, "interrupted.ckpt")
     trainer.strategy.checkpoint_io.teardown()  # waits for it
     assert os.listdir() == ["interrupted.ckpt"]
-    save_checkpoint(fit(enable_checkpointing=False), "memory://there/interrupted.ckpt")
+    trainer = fit(enable_checkpointing=False)
+    for path in ("interrupted.ckpt", "interrupted.ckpt", "memory://there/interrupted.ckpt"):
+        save_checkpoint(trainer, path)
+    assert torch.load("interrupted.ckpt", weights_only=True)["global_step"] == 2
+    assert os.listdir() == ["interrupted.ckpt"]
     assert [name.rsplit("/", 1)[-1] for name in MemoryFileSystem.store if "there" in name] == ["interrupted.ckpt"]
 
 
@@ -139,14 +143,6 @@ def test_loggers_are_told_of_whole_checkpoints():
 
     fit(CrashSafeCheckpoint("here", every_n_train_steps=1), logger=Logger("."))
     assert told == [True, True]
-
-
-def test_interrupted_checkpoints_are_loadable_torch_files():
-    trainer = fit(enable_checkpointing=False)
-    for _ in range(2):
-        save_checkpoint(trainer, "interrupted.ckpt")
-    assert torch.load("interrupted.ckpt", weights_only=True)["global_step"] == 2
-    assert os.listdir() == ["interrupted.ckpt"]
 
 
 @pytest.mark.parametrize("is_first, error", [(True, OSError), (False, RuntimeError)])

@@ -151,6 +151,6 @@ def fit_texts(*callbacks, **kwargs):
     return fit(*callbacks, **{"model": Texts(), **kwargs})
 
 
-def begin(*callbacks, **kwargs):
+def first_step(*callbacks, **kwargs):
     """The first step in the phase."""
     return next((step for step, phase, *_ in fit_texts(*callbacks, **kwargs).rows if phase == "qaf"), None)

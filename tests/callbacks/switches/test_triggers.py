@@ -1,6 +1,7 @@
-"""Switches after so many tokens, or when a measurement falls below a value; all triggers in resumed runs."""
+"""Switches after so many tokens, at a plateau, or when a measurement falls below a value; triggers in resumed runs."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -8,24 +9,26 @@ import torch
 from lightning_lowbit import Below, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.switches.step_triggers import AtTokens, count_tokens
-from tests.callbacks.switches.runs import RESUMES, begin, fit_texts
-from tests.lightning_imports import BoringModel, Callback, MisconfigurationException
+from tests.callbacks.switches.runs import RESUMES, Validated, Witness, first_step, fit, fit_texts
+from tests.lightning_imports import BoringModel, Callback, MisconfigurationException, Trainer
+from tests.precision.regression_model import flat, trainer, two_casts
 from tests.tables import each
 
 pytestmark = RESUMES
+EACH = {"val_check_interval": 1, "limit_val_batches": 1}  # a validation after each batch
 
 
 @each("accumulate", [1, 2])
 @each("tokens, expected", [(0, 0), (1, 1), (10, 1), (11, 2), (40, 4), (41, 5), (80, None)])
 def test_the_first_step_that_begins_after_so_many_tokens(tokens, expected, accumulate):
-    found = begin(PrecisionSwitch("qaf", tokens=tokens * accumulate), accumulate_grad_batches=accumulate)
+    found = first_step(PrecisionSwitch("qaf", tokens=tokens * accumulate), accumulate_grad_batches=accumulate)
     assert found == expected
 
 
 def test_micro_batches_count_but_do_not_switch_and_a_count_may_be_ones_own():
-    assert begin(QAFSwitch(tokens=10), accumulate_grad_batches=4) == 1
-    assert begin(QAFSwitch(tokens=41), accumulate_grad_batches=4) == 2
-    assert begin(QAFSwitch(tokens=12, count=lambda batch: batch.numel() // 3)) == 4
+    assert first_step(QAFSwitch(tokens=10), accumulate_grad_batches=4) == 1
+    assert first_step(QAFSwitch(tokens=41), accumulate_grad_batches=4) == 2
+    assert first_step(QAFSwitch(tokens=12, count=lambda batch: batch.numel() // 3)) == 4
 
 
 def test_what_is_counted():
@@ -88,7 +91,95 @@ def test_exact_though_steps_become_twice_as_large_or_ranks_share_a_batch():
 def test_a_checkpoint_without_a_count_says_so():
     fit_texts(max_steps=3, keep="trained")
     with pytest.warns(UserWarning, match=r"QAFSwitch\(tokens=20\) counts tokens from step 3 on"):
-        assert begin(QAFSwitch(tokens=20), ckpt_path="3.ckpt") == 5
+        assert first_step(QAFSwitch(tokens=20), ckpt_path="3.ckpt") == 5
+
+
+@each(
+    ("said", "plateau", "begin"),
+    [
+        ([3, 2, 1, 1, 1, 1], {"patience": 2}, 5),
+        ([3, 2, 2, 1, 1, 1], {"patience": 2}, 6),
+        ([1, 2, 1, 3, 0.5, 1], {"patience": 3}, 4),
+        ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 2, "min_delta": 0.5}, None),  # each is compared to the best one
+        ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 1, "min_delta": 0.5}, 2),
+        ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 1, "min_delta": 0.25}, None),
+        ([1, 2, 3, 4, 4, 4], {"patience": 1, "mode": "max"}, 5),
+        ([1, 2, 3, 4, 5, 6], {"patience": 6, "mode": "max"}, None),
+        ([math.nan, math.nan, 1, 2, 3, 4], {"patience": 3}, 6),
+        ([1, math.nan, math.nan, 0, 0, 0], {"patience": 2}, 3),
+        ([1, -math.inf, -math.inf, 0, 0, 0], {"patience": 2}, 3),
+        ([math.inf, math.inf, 1, 2, 3, 4], {"patience": 2, "mode": "max"}, 2),
+    ],
+)
+def test_begins_after_a_plateau(said, plateau, begin):
+    switch = PrecisionSwitch("fqt", plateau=plateau, steps=2)
+    expected = [1.0] * 7 if begin is None else [1.0] * begin + [0, 0.5] + [1.0] * 4  # once
+    assert fit(switch, model=Validated(*said), max_steps=len(expected), **EACH).blends == expected
+
+
+def test_a_validation_in_mid_step_counts_for_the_next_one():
+    """Steps of two micro-batches, a validation after each third: after steps 1½, 3, 4½ and 6."""
+    kwargs = {**EACH, "accumulate_grad_batches": 2, "val_check_interval": 3}
+    for patience, begin in [(1, 3), (2, 5), (3, 6)]:
+        switch = PrecisionSwitch("fqt", plateau={"patience": patience}, steps=2)
+        blends = fit(switch, model=Validated(1), **kwargs).blends
+        assert blends.index(0) == begin, f"after {patience} validations without an improvement"
+
+
+def test_validations_outside_training_do_not_count():
+    def seen():
+        checkpoint = {}
+        switch.on_save_checkpoint(Trainer(logger=False), BoringModel(), checkpoint)
+        return [*checkpoint["lightning_lowbit_switches"].values()]
+
+    model, switch = Validated(1), PrecisionSwitch("qaf", plateau={"patience": 9})
+    kwargs = {**EACH, "max_steps": 8, "limit_train_batches": 64, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    made = trainer(two_casts(), callbacks=[switch], **kwargs)
+    made.fit(model)
+    assert seen() == [{"due": math.inf, "best": 1.0, "stalled": 3}], "the sanity check counts"
+    made.validate(model, verbose=False)
+    made.validate(Validated(1, name="other"), verbose=False)
+    assert seen()[0]["stalled"] == 3
+
+
+def test_the_same_trainer_goes_on():
+    model, witness = Validated(3, 2, 2), Witness()
+    switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=4)
+    kwargs = {**EACH, "max_steps": -1, "max_epochs": 1, "num_sanity_val_steps": 0}
+    made = trainer(two_casts(), callbacks=[switch, witness], **kwargs)
+    for epochs in range(1, 5):  # the fourth validation is in the second epoch
+        made.fit_loop.max_epochs = epochs
+        made.fit(model)
+    assert witness.blends == [1, 1, 1, 1, 0, 0.25, 0.5, 0.75]
+
+
+def test_a_metric_or_a_validation_that_is_not_there():
+    message = "plateau of 'val_los' finds no such metric after a validation, but 'val_loss'. Log it in validation_step"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(PrecisionSwitch("qaf", plateau={"monitor": "val_los"}), model=Validated(1), **EACH)
+    with pytest.raises(MisconfigurationException, match="waits for validations, and this run has none"):
+        fit(PrecisionSwitch("qaf", plateau={}), model=Validated(1))
+
+
+class OneSided(Validated):
+    """The loss falls on rank 0 and stays on rank 1; it is not the mean of both."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0 if self.global_rank else 1 / (1 + self.global_step), sync_dist=False)
+
+    def on_train_end(self):
+        torch.save([self.trainer.callbacks[-1].blends, flat(self)], f"{self.global_rank}.pt")
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
+@pytest.mark.slow
+def test_all_ranks_begin_where_one_sees_a_plateau():
+    kwargs = {"devices": 2, "strategy": "ddp_spawn", "use_distributed_sampler": False, "max_steps": 6}
+    switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=2)
+    fit(switch, model=OneSided(), **EACH, **kwargs)
+    (blends, weights), (others, other_weights) = (torch.load(f"{rank}.pt") for rank in range(2))
+    assert blends == others == [1, 1, 1, 0, 0.5, 1]
+    assert torch.equal(weights, other_weights), "the ranks have trained different weights"
 
 
 class Measured(Callback):
@@ -127,7 +218,7 @@ def test_after_some_measurements_in_a_row(values, expected):
     for order in (1, -1):
         switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))
         both = [Measured(*values, 3), switch]
-        assert begin(*both[::order], accumulate_grad_batches=2) == expected, order
+        assert first_step(*both[::order], accumulate_grad_batches=2) == expected, order
 
 
 class Disagrees:
@@ -178,20 +269,17 @@ TRIGGERS = {
 def test_resumes_before_at_and_after(name):
     """With a re-warm and new moments, which happen once."""
 
-    def make():
-        switch = QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")
-        return [Measured(3, 1, 1, 3), switch]
-
+    callbacks = [Measured(3, 1, 1, 3), QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")]
     kwargs = {"max_steps": 12 if name == "plateau" else 8}
     if name == "plateau":
         kwargs |= {"val_check_interval": 2, "limit_val_batches": 1}
-    whole = fit_texts(*make(), keep="trained", **kwargs)
+    whole = fit_texts(*deepcopy(callbacks), keep="trained", **kwargs)
     switched = whole.phases.index("qaf")
     assert switched == {"plateau": 6}.get(name, 4)
     # Of a checkpoint between a step and the validation after it, Lightning leaves this validation out.
     at = [3, 7, 9] if name == "plateau" else [switched - 1, switched, switched + 1, switched + 2]
     for step in at:
-        resumed = fit_texts(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
+        resumed = fit_texts(*deepcopy(callbacks), ckpt_path=f"{step}.ckpt", **kwargs)
         assert resumed.rows == whole.rows[step:], f"resumed after step {step}"
         assert torch.equal(resumed.weights, whole.weights), f"resumed after step {step}: other weights"
 

@@ -1,5 +1,6 @@
 """Gradual switches after a resume, in logs and in compiled code."""
 
+from copy import deepcopy
 from math import inf
 
 import pytest
@@ -15,12 +16,12 @@ from tests.precision.regression_model import Regression, state, two_casts
 pytestmark = RESUMES
 
 
-def assert_resumes(make, at, keep, **kwargs):
+def assert_resumes(switches, at, keep, **kwargs):
     """From the checkpoint after each of these steps a run goes on as the uninterrupted one does."""
 
     def run(**how):
         plugin = two_casts()
-        return fit(*make(), model=Validated(3, 2, 2), plugin=plugin, **how, **kwargs), state(plugin)
+        return fit(*deepcopy(switches), model=Validated(3, 2, 2), plugin=plugin, **how, **kwargs), state(plugin)
 
     whole, plugin = run(keep=keep)
     for step in at:
@@ -34,11 +35,8 @@ def assert_resumes(make, at, keep, **kwargs):
 
 def test_a_resumed_run_goes_on_with_the_switch():
     """Before its begin, at it, in the middle, before its end, at it and after it."""
-
-    def make():
-        return [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
-
-    assert_resumes(make, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
+    switches = [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
+    assert_resumes(switches, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize(("keep", "at"), [("trained", [3, 7, 9, 11]), ("validated", [2, 6, 8, 10])])
@@ -47,11 +45,8 @@ def test_a_resumed_run_remembers_the_plateau(keep, at):
 
     (Of a checkpoint between a step and the validation that follows it, Lightning leaves this validation out.)
     """
-
-    def make():
-        return [PrecisionSwitch("qaf", plateau={"patience": 2}, over=0.25)]
-
-    assert_resumes(make, at, keep, val_check_interval=2, limit_val_batches=1, max_steps=12)
+    switch = PrecisionSwitch("qaf", plateau={"patience": 2}, over=0.25)
+    assert_resumes([switch], at, keep, val_check_interval=2, limit_val_batches=1, max_steps=12)
     saved = (torch.load(f"{step}.ckpt", weights_only=True)["lightning_lowbit_switches"] for step in at[1:3])
     (before,), (after,) = (states.values() for states in saved)
     assert before == {"due": inf, "best": 2.0, "stalled": 1}

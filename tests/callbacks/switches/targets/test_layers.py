@@ -168,15 +168,13 @@ def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
             if trainer.global_step == 2:
                 trainer.precision_plugin.set_phase("hp-forward")
 
-    def switches():
-        return [QAFSwitch(step=1, rewarm=2)]
-
-    assert fit_fp4(*switches(), ByHand(), keep="trained").phases == ["fqt", "qaf", *["hp-forward"] * 4]
-    assert fit_fp4(*switches(), ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
+    switch = QAFSwitch(step=1, rewarm=2)
+    assert fit_fp4(switch, ByHand(), keep="trained").phases == ["fqt", "qaf", *["hp-forward"] * 4]
+    assert fit_fp4(switch, ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
     last = PrecisionSwitch("bf16", step=2)
-    assert fit_fp4(*switches(), last, keep="trained").phases == ["fqt", "qaf", *["bf16"] * 4]
-    assert fit_fp4(*switches(), last, ckpt_path="3.ckpt").phases == ["bf16"] * 3
-    assert fit_fp4(*switches(), ckpt_path="3.ckpt").phases == ["qaf"] * 3
+    assert fit_fp4(switch, last, keep="trained").phases == ["fqt", "qaf", *["bf16"] * 4]
+    assert fit_fp4(switch, last, ckpt_path="3.ckpt").phases == ["bf16"] * 3
+    assert fit_fp4(switch, ckpt_path="3.ckpt").phases == ["qaf"] * 3
 
 
 def test_a_switch_that_is_due_later_in_a_longer_run_says_so_and_acts_again():
