@@ -17,6 +17,7 @@ MOVED = {
     "callbacks.monitors.alerts": ("callbacks.monitors.base",),
     "callbacks.recovery.copies": ("callbacks.recovery.snapshots",),
     "callbacks.recovery.gentle_steps": ("callbacks.learning_rates",),
+    "callbacks.recovery.step_losses": ("callbacks.recovery.spike_rollback",),
     "export.calibration": ("export.parity",),
     "export.compressed": ("export.loading",),
     "export.formats.gguf.chat": ("export.formats.gguf.client",),

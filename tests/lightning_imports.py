@@ -4,6 +4,7 @@
 imported before the package, by conftest.py in the process of pytest, and by launch.py in those that tests start.
 """
 
+# ruff: noqa: F401
 import os
 import sys
 from importlib import import_module
@@ -70,45 +71,3 @@ def from_yaml(trainer, model=BoringModel):
     options = {"run": False, "save_config_callback": None, "auto_configure_optimizers": False}
     with patch.object(sys, "argv", ["train.py"]):
         return LightningCLI(model, args=config, **options).trainer
-
-
-__all__ = [
-    "NAME",
-    "QUIET",
-    "AsyncCheckpointIO",
-    "BoringModel",
-    "CSVLogger",
-    "Callback",
-    "Checkpoint",
-    "DDPStrategy",
-    "DeepSpeedStrategy",
-    "DummyLogger",
-    "FSDPStrategy",
-    "Fabric",
-    "LearningRateMonitor",
-    "LightningCLI",
-    "LightningModule",
-    "MLFlowLogger",
-    "MisconfigurationException",
-    "MixedPrecision",
-    "ModelCheckpoint",
-    "ModelParallelStrategy",
-    "RandomDataset",
-    "RichProgressBar",
-    "SIGTERMException",
-    "SLURMEnvironment",
-    "SaveConfigCallback",
-    "SingleDeviceStrategy",
-    "SingleDeviceXLAStrategy",
-    "Strategy",
-    "TQDMProgressBar",
-    "TensorBoardLogger",
-    "TorchCheckpointIO",
-    "Trainer",
-    "WandbLogger",
-    "XLAStrategy",
-    "fabric",
-    "from_yaml",
-    "pytorch",
-    "quiet_trainer",
-]

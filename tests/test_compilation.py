@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,66 +20,46 @@ from lightning_lowbit.quant.scales import inverse
 from tests.tables import each
 
 
-def test_unknown_backend():
-    with pytest.raises(ValueError, match="Unknown backend 'cuda': choose 'auto', 'eager', 'compiled', 'cpp', 'triton'"):
-        compilation.backend("cuda").__enter__()
-
-
-def test_without_a_compiler_casts_run_as_eager_code_and_say_so(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no C++ compiler")
-
-    x, cast = torch.randn(32, 64), Cast(scale=Scale(two_level=True))
-    expected = quantize(x, cast).codes
-    monkeypatch.setattr(torch, "compile", broken)
-    compilation._can_compile.cache_clear()
-    try:
-        with (
-            compilation.backend("compiled"),
-            pytest.warns(UserWarning, match=r"no C\+\+ compiler.*Installing a C\+\+ compiler"),
-        ):
-            found = quantize(x, cast).codes
-        with compilation.backend("compiled"):
-            quantize(x, cast)  # said once
-    finally:
-        compilation._can_compile.cache_clear()
-    assert torch.equal(found, expected)
-
-
 @pytest.fixture
 def nothing_generated():
     """As in a new process, and so again afterwards."""
-    made = compilation._can_compile, compilation._generate
-    for function in made:
+    caches = compilation._can_compile, compilation._generate
+    for function in caches:
         function.cache_clear()
     yield
-    for function in made:
+    for function in caches:
         function.cache_clear()
 
 
-def test_the_first_compilation_is_announced_once_on_stderr(capfd, monkeypatch, nothing_generated):
-    """As a user's program has it: without logging set up, by which pytest would catch it."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+def test_without_a_compiler_casts_run_as_eager_code_and_say_so_once(monkeypatch, nothing_generated):
+    x, cast = torch.randn(32, 64), Cast(scale=Scale(two_level=True))
+    expected = quantize(x, cast).codes
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no C++ compiler")))
+    with compilation.backend("compiled"):
+        with pytest.warns(UserWarning, match=r"no C\+\+ compiler.*Installing a C\+\+ compiler"):
+            assert torch.equal(quantize(x, cast).codes, expected)
+        quantize(x, cast)
+
+
+def test_the_first_compilation_is_announced_once_on_stderr_or_as_logging_decides(
+    caplog, capfd, monkeypatch, nothing_generated
+):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes half a minute
+    with compilation.backend("compiled"), caplog.at_level("INFO", logger="lightning_lowbit"):
+        quantize(torch.randn(32, 64), Cast())
+    assert [record.name for record in caplog.records] == ["lightning_lowbit"]
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as a user's program has it, where pytest catches none
+    compilation._can_compile.cache_clear()
     with compilation.backend("eager"):
         quantize(torch.randn(32, 64), Cast())
     assert capfd.readouterr() == ("", "")
     with compilation.backend("compiled"):
         for shape in ((32, 64), (32, 64), (8, 16)):
             quantize(torch.randn(shape), Cast())
-    assert capfd.readouterr() == (
-        "",
+    told = (
         "lightning_lowbit compiles what has no kernel, such as a monitor's statistics, for 'cpu': the first steps take "
-        "some seconds longer.\n",
     )
-
-
-def test_where_logging_is_set_up_it_decides_on_the_announcement(caplog, capfd, monkeypatch, nothing_generated):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    with compilation.backend("compiled"), caplog.at_level("INFO", logger="lightning_lowbit"):
-        quantize(torch.randn(32, 64), Cast())
-    assert [record.name for record in caplog.records] == ["lightning_lowbit"]
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr() == ("", f"{told}some seconds longer.\n")
 
 
 @compilation.compiled
@@ -131,14 +112,10 @@ def test_a_damaged_cache_is_told_once_and_costs_no_bit(cache):
 
 def test_a_disk_that_fills_up_in_mid_run(cache, monkeypatch):
     """What was compiled goes on; what is not yet, such as a cast of the next phase, runs as eager code."""
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     x = torch.randn(3, 5)
     cache("filling")
     double(x)
-    monkeypatch.setattr(codecache, "write", full)
+    monkeypatch.setattr(codecache, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert torch.equal(double(x), x * 2 + 0.5)
     with pytest.warns(UserWarning, match=r"failed on 'cpu' \(OSError: .*No space left on device\)"):
         found = triple(x)
@@ -178,16 +155,16 @@ def test_within_a_cast_nests_and_ends():
         with pytest.raises(KeyError), compilation.within_cast():
             raise KeyError
         with ThreadPoolExecutor(1) as other:
-            assert not other.submit(compilation.is_within_cast).result(), (
-                "another thread is not within the cast of this one"
-            )
+            assert not other.submit(compilation.is_within_cast).result(), "another thread is in no cast"
     assert not compilation.is_within_cast()
 
 
-def test_a_backend_ends_with_its_context():
+def test_a_backend_is_known_and_ends_with_its_context():
     with pytest.raises(KeyError), compilation.backend("compiled"):
         raise KeyError
     assert compilation._backend == "auto"
+    with pytest.raises(ValueError, match="Unknown backend 'cuda': choose 'auto', 'eager', 'compiled', 'cpp', 'triton'"):
+        compilation.backend("cuda").__enter__()
 
 
 def test_auto_compiles_large_operands_only(monkeypatch, nothing_generated):
@@ -196,11 +173,7 @@ def test_auto_compiles_large_operands_only(monkeypatch, nothing_generated):
     sizes = []
 
     def generate(function, **_):
-        def record(*tensors):
-            sizes.append(tensors[0].numel())
-            return function(*tensors)
-
-        return record
+        return lambda *tensors: (sizes.append(tensors[0].numel()), function(*tensors))[1]
 
     monkeypatch.setattr(torch, "compile", generate)
     for rows in (1, 4095, 4096, 8192):

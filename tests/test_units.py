@@ -15,14 +15,6 @@ from tests.tables import each
 CPU = torch.device("cpu")
 
 
-def causal(q):
-    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
-def masked(q):
-    return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.eye(q.shape[-2]))
-
-
 def grouped(x, w):
     return torch._grouped_mm(x.bfloat16(), w.bfloat16(), offs=torch.tensor([16, 32], dtype=torch.int32))
 
@@ -34,8 +26,8 @@ PRODUCTS = {
     "baddbmm": (torch.baddbmm, [(2, 4, 6), (2, 4, 8), (2, 8, 6)]),
     "conv": (lambda *x: F.conv2d(*x, padding=1), [(2, 4, 8, 8), (6, 4, 3, 3), (6,)]),
     "transposed conv": (F.conv_transpose2d, [(2, 4, 8, 8), (4, 6, 3, 3), (6,)]),
-    "attention": (causal, [(2, 2, 16, 8)]),
-    "attention with a mask": (masked, [(2, 2, 16, 8)]),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [(2, 2, 16, 8)]),
+    "masked": (lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=torch.eye(16)), [(2, 2, 16, 8)]),
     "grouped": (grouped, [(32, 16), (2, 16, 32)]),
 }
 
@@ -122,22 +114,20 @@ def test_a_cpu_is_what_a_context_says():
         ("aarch64", False, False, None, False),
     ],
 )
-def test_bfloat16_needs_instructions_that_torch_may_use(machine, supported, instructions, limit, expected):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platform, "machine", lambda: machine)
-        patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
-        patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-        for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-            patch.delenv(name, raising=False)
-            if limit is not None:
-                patch.setenv(name, limit)
-            assert _torch.cpu_has_units(torch.bfloat16) == expected
+def test_bfloat16_needs_instructions_that_torch_may_use(machine, supported, instructions, limit, expected, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+        if limit is not None:
+            monkeypatch.setenv(name, limit)
+        assert _torch.cpu_has_units(torch.bfloat16) == expected
 
 
 @each("limit, expected", [("AVX2", False), ("avx512_core", False), ("AVX2_VNNI", True), ("ALL", True)])
-def test_sums_of_int8_need_instructions_that_torch_may_use(limit, expected):
+def test_sums_of_int8_need_instructions_that_torch_may_use(limit, expected, monkeypatch):
     """Otherwise they saturate."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
-        patch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-        assert _torch.has_vnni() == expected
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert _torch.has_vnni() == expected

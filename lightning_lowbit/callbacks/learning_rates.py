@@ -11,48 +11,34 @@ from lightning_lowbit.precision import LowBitPrecision
 
 
 class LowerRates:
-    """Multiplies the learning rates of optimizers within their steps by ``factor``, which may be set between steps.
+    """Multiplies the learning rates of optimizers within their steps; factors of several users multiply.
 
     Examples:
-        >>> lower = LowerRates([optimizer], 0.5)
+        >>> lower = LowerRates()
+        >>> lower.by(0.5, [optimizer])
         >>> optimizer.step()
         >>> lower.release()
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], factor: float) -> None:
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._hooks: list[_Hooks] = []
+
+    def by(self, factor: float, optimizers: Sequence[Optimizer]) -> None:
+        """Sets the factor of the next steps; 1 releases the optimizers."""
         self.factor = factor
-        self._hooks = [_HOOKS.get(optimizer) or _Hooks(optimizer) for optimizer in optimizers]
-        for hooks in self._hooks:
-            hooks.add(self)
-
-    def release(self) -> None:
-        """Restores the learning rates for good, also after a step that raised."""
-        for hooks in self._hooks:
-            hooks.remove(self)
-
-
-class Rewarm:
-    """Raises the learning rate linearly to that of the schedule: the i-th step has i / ``steps`` of it."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._lowered: LowerRates | None = None
-
-    def follow(self, optimizers: Sequence[Optimizer], taken: int) -> None:
-        """Sets the factor of the next step, ``taken`` steps after the first; a negative ``taken`` means no factor."""
-        factor = 1.0 if taken < 0 else min(1.0, (taken + 1) / self._steps)
         if factor == 1:
             self.release()
-        elif self._lowered is None:
-            self._lowered = LowerRates(optimizers, factor)
-        else:
-            self._lowered.factor = factor
+        elif not self._hooks:
+            self._hooks = [_HOOKS.get(optimizer) or _Hooks(optimizer) for optimizer in optimizers]
+            for hooks in self._hooks:
+                hooks.users.append(self)
 
     def release(self) -> None:
-        """Ends or interrupts the ramp; :meth:`follow` may start it again."""
-        if self._lowered is not None:
-            self._lowered.release()
-        self._lowered = None
+        """Restores the learning rates, also after a step that raised."""
+        for hooks in self._hooks:
+            hooks.remove(self)
+        self._hooks = []
 
 
 class GentleSteps:
@@ -66,7 +52,7 @@ class GentleSteps:
         self._phase_before: str | None = None
         self._loaded: bool | None = None  # from a checkpoint: True if the phase was still ours
         self._plugin: LowBitPrecision | None = None
-        self._lowered: LowerRates | None = None
+        self.rates = LowerRates()
 
     def begin(self, trainer: Trainer, until: int) -> None:
         self.end()
@@ -75,7 +61,7 @@ class GentleSteps:
         if self._plugin is not None:
             self._phase_before = self._plugin.phase
             self._plugin.push_phase(self._owner, self._phase)
-        self._lower_rates(trainer)
+        self.rates.by(self._lr_factor, trainer.optimizers)
 
     def resume(self, trainer: Trainer) -> None:
         """Continues, when training starts, the steps that the end of training or a checkpoint interrupted."""
@@ -87,31 +73,22 @@ class GentleSteps:
             if loaded and self._phase is not None and self._phase_before is not None:
                 plugin.set_phase(self._phase_before)  # the plugin restored the temporary phase
             plugin.push_phase(self._owner, self._phase)
-        self._lower_rates(trainer)
+        self.rates.by(self._lr_factor, trainer.optimizers)
 
     def suspend(self) -> None:
         """Restores phase and learning rates when training ends, until :meth:`resume`."""
         if self.until is not None and self._plugin is not None and self._plugin.has_pushed(self._owner):
             self._plugin.push_phase(self._owner, None)
-        self.release_rates()
+        self.rates.release()
 
     def end(self) -> None:
         if self.until is not None and self._plugin is not None:
             self._plugin.pop_phase(self._owner)
         self.until = None
-        self.release_rates()
-
-    def release_rates(self) -> None:
-        if self._lowered is not None:
-            self._lowered.release()
-        self._lowered = None
+        self.rates.release()
 
     def _find_plugin(self, trainer: Trainer) -> None:
         self._plugin = trainer.precision_plugin if isinstance(trainer.precision_plugin, LowBitPrecision) else None
-
-    def _lower_rates(self, trainer: Trainer) -> None:
-        if self._lr_factor < 1:
-            self._lowered = LowerRates(trainer.optimizers, self._lr_factor)
 
     def state(self) -> dict[str, Any]:
         is_ours = self._loaded
@@ -130,34 +107,28 @@ class _Hooks:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._users: list[LowerRates] = []
-        self._handles: list[Any] = []
+        self._handles = [
+            optimizer.register_step_pre_hook(self._lower),
+            optimizer.register_step_post_hook(self._restore),
+        ]
+        self.users: list[LowerRates] = []
         self._rates: list[Any] = []
         self._depth = 0  # torch calls the hooks again if step() calls the base class's step()
-
-    def add(self, user: LowerRates) -> None:
-        if not self._handles:
-            register = (self._optimizer.register_step_pre_hook, self._optimizer.register_step_post_hook)
-            self._handles = [register[0](self._lower), register[1](self._restore)]
-            _HOOKS[self._optimizer] = self
-        self._users.append(user)
+        _HOOKS[optimizer] = self
 
     def remove(self, user: LowerRates) -> None:
-        if user not in self._users:
-            return
-        self._users.remove(user)
+        self.users.remove(user)
         if self._depth:
             self._depth = 1
             self._restore()
-        if not self._users:
+        if not self.users:
             for handle in self._handles:
                 handle.remove()
-            self._handles = []
             del _HOOKS[self._optimizer]
 
     def _lower(self, *_: Any) -> None:
         self._depth += 1
-        factor = prod(user.factor for user in self._users)
+        factor = prod(user.factor for user in self.users)
         if self._depth == 1:
             self._rates = [group["lr"] for group in self._optimizer.param_groups]
             for group in self._optimizer.param_groups if factor != 1 else ():

@@ -82,30 +82,17 @@ STATES = {
     },
     OsciReset: {"step": 3, "end": 9, "paths": {"layer": {"latent": torch.ones(2, 3), "quantized": torch.ones(2, 3)}}},
     CrashSafeCheckpoint: {
-        "monitor": "val_loss",
-        "best_model_score": torch.tensor(1.0),
-        "best_model_path": "a.ckpt",
-        "current_score": torch.tensor(1.0),
-        "dirpath": None,
+        "monitor": "val_loss", "dirpath": None, "last_model_path": "",
+        **dict.fromkeys(["best_model_path", "kth_best_model_path"], "a.ckpt"),
+        **dict.fromkeys(["best_model_score", "current_score", "kth_value"], torch.tensor(1.0)),
         "best_k_models": {"a.ckpt": torch.tensor(1.0)},
-        "kth_best_model_path": "a.ckpt",
-        "kth_value": torch.tensor(1.0),
-        "last_model_path": "",
     },
     lambda: QAFSwitch(plateau=Plateau()): {
-        "due": math.inf,
-        "best": 1.5,
-        "stalled": 2,
+        "due": math.inf, "best": 1.5, "stalled": 2, "set": 3,
         "record": {"step": 3, "from": "fqt", "to": "qaf", "why": "plateau"},
-        "set": 3,
     },
-    lambda: PrecisionSwitch("qaf", below={}): {
-        "due": math.inf,
-        "in_a_row": 1,
-        "value": 1.2,
-        "seen": 4,
-        "waiting": [(5, 1.1)],
-    },
+    lambda: PrecisionSwitch("qaf", below={}):
+        {"due": math.inf, "in_a_row": 1, "value": 1.2, "seen": 4, "waiting": [(5, 1.1)]},
     lambda: PrecisionSwitch("qaf", tokens=9): {"due": math.inf, "began": 0, "tokens": 4, "check": 2},
 }  # fmt: skip
 STATELESS = {"ExactResume", "GracefulInterrupt", "LowBitProgressBar", "Throughput", "WeightDecaySwitch"}
@@ -140,21 +127,8 @@ def places(state, path=()):
 
 
 GONE = object()
-DAMAGE = [
-    None,
-    [],
-    {},
-    "x",
-    True,
-    -3,
-    math.nan,
-    1e300,
-    torch.zeros(2, 5),
-    torch.zeros(()),
-    torch.zeros(3, 2),
-    [None],
-    GONE,
-]
+NOTHING = [None, [], {}, "x", True, [None], GONE]
+DAMAGE = [*NOTHING, -3, math.nan, 1e300, torch.zeros(2, 5), torch.zeros(()), torch.zeros(3, 2)]
 
 
 def damaged(state, path, damage):
@@ -197,8 +171,7 @@ def test_whole_states_are_taken():
     for make, state in STATES.items():
         load(callback := make(), state)
         if not isinstance(callback, PrecisionSwitch):
-            taken = {name: value for name, value in callback.state_dict().items() if name not in untaken}
-            whole = {name: value for name, value in state.items() if name not in untaken}
+            taken, whole = ({key: s[key] for key in s.keys() - untaken} for s in (callback.state_dict(), state))
             assert str(content(taken)) == str(content(whole))
 
 
@@ -227,29 +200,15 @@ def test_what_is_missing_or_of_another_kind():
     assert refused > 100
 
 
-CHANGED = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's, of a path that is another
-
-
-def fuzz(cases):
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's, of a path that is another
+@pytest.mark.parametrize("cases", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_states(cases):
     random, refused = Random(0), 0
-    makes = [*STATES]
     for _ in range(cases):
-        make = random.choice(makes)
+        make = random.choice([*STATES])
         path = random.choice([*places(STATES[make])][1:])
-        damage = random.choice(DAMAGE)
-        refused += assert_refused_or_taken(make, STATES[make], path, damage)
+        refused += assert_refused_or_taken(make, STATES[make], path, random.choice(DAMAGE))
     assert refused > cases / 2
-
-
-@CHANGED
-def test_damaged_states():
-    fuzz(200)
-
-
-@pytest.mark.slow
-@CHANGED
-def test_many_damaged_states():
-    fuzz(2000)
 
 
 @each("make, path, damage, words", [

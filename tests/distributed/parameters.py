@@ -25,14 +25,17 @@ PLACED = {
 }
 
 
-def place(mesh, whole, placements):
+def place(mesh, whole, *placements):
+    """A parameter on a mesh; a whole one without a mesh."""
+    if mesh is None:
+        return nn.Parameter(whole)
     return nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 def places(meshes):
     """What is known of parameters whose elements are their own index, and what is kept along with them."""
     parameters = {
-        name: place(meshes[shape], torch.arange(float(math.prod(size))).view(size), placements)
+        name: place(meshes[shape], torch.arange(float(math.prod(size))).view(size), *placements)
         for name, (shape, size, placements) in PLACED.items()
         if meshes.has(shape)
     }
@@ -65,12 +68,10 @@ def partial_gradients(mesh):
     """The part on this rank of the sum of gradients of 1 and 2."""
     results = {}
     for name, placement in {"rows": Shard(0), "replicas": Replicate()}.items():
-        p = place(mesh, torch.zeros(3, 2), [placement])
+        p = place(mesh, torch.zeros(3, 2), placement)
         ones = torch.arange(6.0).view(3, 2) * (dist.get_rank() + 1)
         p.grad = DTensor.from_local(ones, mesh, [Partial()], run_check=False)
-        gradient = local_gradient(p)
-        assert gradient is not None
-        results[name] = gradient
+        results[name] = local_gradient(p)
     return results
 
 
@@ -85,19 +86,15 @@ MISSING = {
 def missing_gradients(mesh, name):
     """A parameter without a gradient on the second rank, where a whole one's is 0; one with a late one; one without."""
     shape = torch.Size((6, 4))
-    p, late, idle = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(3))
-    if mesh is not None:
-        p, late, idle = (place(mesh, whole.detach(), [Shard(0)]) for whole in (p, late, idle))
+    p, late, idle = (place(mesh, torch.ones(shape, dtype=torch.float64), Shard(0)) for _ in range(3))
     optimizer = MISSING[name]([p, late, idle])
     for step in range(5):
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         if step >= 2:
-            late.grad = gradient.clone() if mesh is None else place(mesh, gradient, [Shard(0)]).data
+            late.grad = place(mesh, gradient.clone(), Shard(0)).data
         gradient[2:4] = 0
-        if mesh is None:
-            p.grad = gradient
-        elif mesh.get_rank() != 1:
-            p.grad = distribute_tensor(gradient, mesh, [Shard(0)], src_data_rank=None)
+        if mesh is None or mesh.get_rank() != 1:
+            p.grad = place(mesh, gradient, Shard(0)).data
         optimizer.step()
     return {
         "weights": full(p),
@@ -110,8 +107,8 @@ def missing_gradients(mesh, name):
 
 def bad_elsewhere(meshes, element, norm_clip):
     """A bad element in the second of three steps, in a parameter of which the third rank has no part."""
-    shared = place(meshes[3,], torch.ones(3, 2), [Shard(0)])
-    others = [place(meshes[2,], torch.ones(2, 2), [Shard(0)])] if meshes.has((2,)) else []
+    shared = place(meshes[3,], torch.ones(3, 2), Shard(0))
+    others = [place(meshes[2,], torch.ones(2, 2), Shard(0))] if meshes.has((2,)) else []
     optimizer = StableSPAM([*others, shared], norm_clip=norm_clip)
     for step in range(3):
         for p in (*others, shared):
@@ -139,11 +136,11 @@ def collectives(mesh, parameters):
     """How many collectives are in a second step."""
     results = {}
     for name, make in COUNTED.items():
-        given = [place(mesh, torch.ones(4, 3), [Shard(0)]) for _ in range(parameters)]
+        given = [place(mesh, torch.ones(4, 3), Shard(0)) for _ in range(parameters)]
         # Two groups: what they have in common is not measured twice.
         optimizer = make([{"params": given[:2]}, {"params": given[2:], "lr": 1e-4}])
         for p in given:
-            p.grad = place(mesh, torch.ones(4, 3), [Shard(0)]).data
+            p.grad = place(mesh, torch.ones(4, 3), Shard(0)).data
         optimizer.step()
         with CommDebugMode() as seen:
             optimizer.step()
@@ -153,14 +150,11 @@ def collectives(mesh, parameters):
 
 def moments_in_cut_blocks(mesh, moments):
     """Both moments after some steps; 130 columns on each rank, and both ranks with the same gradients."""
-    p = nn.Parameter(torch.zeros(64, 260))
-    if mesh is not None:
-        p = place(mesh, p.detach(), [Shard(1)])
+    p = place(mesh, torch.zeros(64, 260), Shard(1))
     optimizer = LowBitAdamW([p], moments=moments)
     for step in range(20):
         half = torch.randn(64, 130, generator=torch.Generator().manual_seed(step))
-        gradient = torch.cat([half, half], dim=1)
-        p.grad = gradient if mesh is None else place(mesh, gradient, [Shard(1)]).data
+        p.grad = place(mesh, torch.cat([half, half], dim=1), Shard(1)).data
         optimizer.step()
     state = optimizer.state[p]
     if moments == "fp32":
@@ -173,11 +167,11 @@ def moments_in_cut_blocks(mesh, moments):
 def masters(mesh):
     """What bf16 parameters, their fp16 masters and the scale of these become."""
     whole = torch.randn(7, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
-    p = nn.Parameter(whole) if mesh is None else place(mesh, whole, [Shard(0)])
+    p = place(mesh, whole, Shard(0))
     optimizer = LowBitAdamW([p], lr=1e-4, moments="fp32", master_weights="fp16")
     for step in range(10):
         gradient = torch.randn(7, 20, generator=torch.Generator().manual_seed(step)).bfloat16()
-        p.grad = gradient if mesh is None else place(mesh, gradient, [Shard(0)]).data
+        p.grad = place(mesh, gradient, Shard(0)).data
         optimizer.step()
     state = optimizer.state[p]
     return {"weights": full(p), "master": full(state["master"]), "scale": state["master_scale"]}

@@ -8,6 +8,9 @@ import sys
 from functools import partial
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Shard
 
@@ -23,10 +26,14 @@ from tests.distributed.parameters import (
     place,
     places,
 )
-from tests.distributed.resumptions import resumptions
-from tests.distributed.spreads import SPREADS, Meshes, Run, Spread, fsdp1
+from tests.distributed.spreads import HALF, SPREADS, Meshes, Run, Spread, fsdp1
 
 RANKS = 4
+WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=False)
+# A case, what its checkpoint holds, and where it goes on.
+GO_ON = {"parts": ("one process", "fsdp2", "fsdp2 on three", "hsdp"), "whole": ("one process", "fsdp2 on three")}
+CASES = ("stable_spam", "adaptive", "fp8")
+RESUMPTIONS = [f"{case}: {kind}, {on}" for case in CASES for kind in GO_ON for on in GO_ON[kind]]
 
 
 def trajectories(meshes):
@@ -36,6 +43,48 @@ def trajectories(meshes):
         if meshes.has(SPREADS[name].mesh):
             results[trajectory] = meshes.run(case, name).train().outcome()
     return results
+
+
+def state_of(run, options=None):
+    return {
+        "model": states.get_model_state_dict(run.wrapped, options=options),
+        "optimizer": states.get_optimizer_state_dict(run.wrapped, run.optimizer, options=options),
+    }
+
+
+def resumptions(meshes):
+    """The second half of runs that go on from a checkpoint of two ranks, perhaps on other ranks."""
+    asked = [name for name in sys.argv[3:] if name in RESUMPTIONS]
+    for case in dict.fromkeys(name.split(": ")[0] for name in asked):
+        if meshes.has((2,)):
+            run = meshes.run(case, "fsdp2").train(end=HALF)
+            checkpoints.save(state_of(run), checkpoint_id=f"{case} parts", process_group=meshes[2,].get_group())
+            whole = state_of(run, WHOLE)
+            if dist.get_rank() == 0:
+                torch.save(whole, f"{case} whole")
+    dist.barrier()
+    results = {}
+    for name in asked:
+        kind, on = name.split(", ")
+        case, mesh = kind.split(": ")[0], None if on == "one process" else meshes[SPREADS[on].mesh]
+        takes_part = dist.get_rank() == 0 if mesh is None else meshes.has(SPREADS[on].mesh)
+        if takes_part:
+            run = Run(case) if mesh is None else meshes.run(case, on)
+            load(run, kind.replace(":", ""), mesh)
+            results[name] = run.train(HALF).outcome()
+    return results
+
+
+def load(run, path, mesh):
+    options = None
+    if path.endswith("parts"):
+        state = state_of(run)
+        group = None if mesh is None or mesh.ndim > 1 else mesh.get_group()
+        checkpoints.load(state, checkpoint_id=path, process_group=group, no_dist=mesh is None)
+    else:
+        state, options = torch.load(path, weights_only=True), None if mesh is None else WHOLE
+    states.set_model_state_dict(run.wrapped, state["model"], options=options)
+    states.set_optimizer_state_dict(run.wrapped, run.optimizer, state["optimizer"], options=options)
 
 
 def refusals(meshes):
@@ -52,7 +101,7 @@ def refusals(meshes):
         if meshes.has(spread.mesh):
             told[name] = message(partial(Run(case, spread, meshes[2,], connected).train, end=1))
     if meshes.has((3,)):
-        p = place(meshes[3,], torch.zeros(2, 260), [Shard(1)])
+        p = place(meshes[3,], torch.zeros(2, 260), Shard(1))
         told["rows of lengths that no one else has"] = message(
             partial(zeros_sharded_as, p, lambda length: length if length > 86 else 0, torch.float32)
         )

@@ -12,25 +12,16 @@ from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, conn
 from lightning_lowbit.optim.optimizer import GradientStatistics
 from tests.distributed import parameters
 from tests.distributed.parameters import COUNTED, MISSING, PLACED, masters, missing_gradients, moments_in_cut_blocks
-from tests.distributed.ranks import RANKS
-from tests.distributed.resumptions import SAVED
+from tests.distributed.ranks import RANKS, RESUMPTIONS
 from tests.distributed.spreads import BAD, CASES, HALF, SPREADS, Run
 from tests.launch import launch
 from tests.pairwise import selected
+from tests.tables import each
 
 # float64: sums in another order. fp32: the same, and where a gradient nearly cancels, Adam divides it by its own size;
 # a dozen steps of 1e-3 move by a hundredth.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
 TRAJECTORIES = [f"{spread}: {case}" for spread in SPREADS for case in SPREADS[spread].cases]
-RESUMPTIONS = [
-    f"{case}: {state}, {on}"
-    for case in SAVED
-    for state, places in {
-        "parts": ("one process", "fsdp2", "fsdp2 on three", "hsdp"),
-        "whole": ("one process", "fsdp2 on three"),
-    }.items()
-    for on in places
-]
 FAST = ["fsdp2 on three: sparse", "fsdp2 of tensor parallel: stable_spam", "fsdp1: spam", "ddp: fp8"]
 
 
@@ -76,7 +67,7 @@ def assert_same_run(found, wanted, case, where, steps=0):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_the_cases_do_what_they_are_for(whole, case):
     statistics = whole[case]["statistics"]
     if "adamw" not in case and case != "sparse":
@@ -90,25 +81,20 @@ def test_the_cases_do_what_they_are_for(whole, case):
 @pytest.mark.fast(*FAST)
 @pytest.mark.parametrize("trajectory", TRAJECTORIES)
 def test_trajectory(results, whole, trajectory):
-    """With a NaN on one rank in one of the steps, which all ranks skip."""
-    spread, case = trajectory.split(": ")
-    for rank, result in enumerate(taking_part(results, SPREADS[spread].mesh)):
-        assert_same_run(result["trajectories"][trajectory], whole[case], case, f"rank {rank}")
+    """With a NaN on one rank in one of the steps, which all ranks skip.
 
-
-@pytest.mark.fast(*FAST)
-@pytest.mark.parametrize("trajectory", TRAJECTORIES)
-def test_collectives_of_a_model(results, trajectory):
-    """Maxima, and where norms are needed sums, once in each dimension of the mesh over which elements are spread."""
+    Collectives: maxima, and where norms are needed sums, in each dimension of the mesh over which elements are spread.
+    """
     spread, case = trajectory.split(": ")
     wanted = len(SPREADS[spread].elements) * (1 if "adamw" in case else 2)
     for rank, result in enumerate(taking_part(results, SPREADS[spread].mesh)):
-        found = result["trajectories"][trajectory]["collectives"]
-        assert sum(found.values()) == wanted, f"rank {rank}: {found}, wanted {wanted}"
+        found = result["trajectories"][trajectory]
+        assert_same_run(found, whole[case], case, f"rank {rank}")
+        assert sum(found["collectives"].values()) == wanted, f"rank {rank}: {found['collectives']}, wanted {wanted}"
 
 
-@pytest.mark.parametrize("parameters", [3, 40])
-@pytest.mark.parametrize("name", COUNTED)
+@each("parameters", [3, 40])
+@each("name", COUNTED)
 def test_collectives_whatever_the_number_of_parameters(results, name, parameters):
     for result in taking_part(results, (2,)):
         found = result["collectives"][parameters][name]
@@ -132,15 +118,8 @@ def test_run_goes_on_from_a_checkpoint(results, whole, resumption):
         assert_same_run(result["resumptions"][resumption], whole[case], case, f"rank {rank}", HALF)
 
 
-# --- single parameters ---
-
-
-def last_of_blocks_by_rank(rows, cuts):
-    return torch.cat([parameters.last_of_blocks(part) for part in rows.split(cuts, dim=1)], dim=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "cuts"),
+@each(
+    "name, ranks, cuts",
     [
         ("rows", [[0, 1, 2]], [260]),
         ("fewer rows than ranks", [[0, 1, 2]], [260]),
@@ -160,11 +139,10 @@ def test_places(results, name, ranks, cuts):
     assert parts[0]["ranks"] == ranks, f"spread over {parts[0]['ranks']}"
     for rank, found in enumerate(parts):
         assert found["shape"] == shape and not found["is_flat"], f"rank {rank}: {found['shape']}"
-        slices = tuple(
-            slice(offset, offset + size) for offset, size in zip(found["offsets"], found["part"].shape, strict=True)
-        )
+        sizes = zip(found["offsets"], found["part"].shape, strict=True)
+        slices = tuple(slice(offset, offset + size) for offset, size in sizes)
         torch.testing.assert_close(elements[slices], found["part"], rtol=0, atol=0, msg=f"rank {rank}: {slices}")
-        wanted = last_of_blocks_by_rank(elements, cuts)
+        wanted = torch.cat([parameters.last_of_blocks(part) for part in elements.split(cuts, dim=1)], dim=1)
         torch.testing.assert_close(found["kept"], wanted, rtol=0, atol=0, msg=f"rank {rank}: {found['kept']}")
 
 
@@ -185,7 +163,7 @@ def test_gradients_that_are_still_to_be_summed(results):
         assert torch.equal(result["partial"]["rows"], total[rows]), f"of rows {rows}: {result['partial']['rows']}"
 
 
-@pytest.mark.parametrize("name", MISSING)
+@each("name", MISSING)
 def test_gradient_on_some_ranks_only(results, name):
     """Where a rank has none, the whole gradient is 0; a parameter without any is left alone, and begins with one."""
     wanted = missing_gradients(None, name)
@@ -197,7 +175,7 @@ def test_gradient_on_some_ranks_only(results, name):
         assert found["idle steps"] == 0, f"rank {rank} counts {found['idle steps']} steps without a gradient"
 
 
-@pytest.mark.parametrize("bad", ["nan", "too large"])
+@each("bad", ["nan", "too large"])
 def test_a_bad_element_in_a_parameter_of_other_ranks(results, bad):
     """All ranks of any group that its rank is in skip the step, and ask no more often for it."""
     for rank, result in enumerate(taking_part(results, (3,))):
@@ -232,11 +210,8 @@ def test_fp8_moments_whose_blocks_are_cut(results):
         assert abs(likeness) < 4 / first.numel() ** 0.5, f"{name}: both ranks draw the same, correlation {likeness:.3f}"
 
 
-# --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "words"),
+@each(
+    "name, ranks, words",
     [
         ("fp8 under fsdp1", 2, ["FSDP1", "ModelParallelStrategy (FSDP2)", "NO_SHARD"]),
         ("sparse under fsdp1", 2, ["FSDP1", "ModelParallelStrategy (FSDP2)", "NO_SHARD"]),
@@ -252,15 +227,10 @@ def test_refusals(results, name, ranks, words):
             assert word in result["refusals"][name], f"rank {rank} was told: {result['refusals'][name]}"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [StableSPAM, SPAM, LowBitAdamW, lambda p: Adaptive(torch.optim.AdamW(p))],
-    ids=["StableSPAM", "SPAM", "LowBitAdamW", "Adaptive"],
-)
+@each("make", [StableSPAM, SPAM, LowBitAdamW, lambda p: Adaptive(torch.optim.AdamW(p))])
 def test_flat_buffers_put_into_a_group_from_outside(make):
     """As DeepSpeed's ZeRO does."""
-    parameters = [Parameter(torch.ones(2, 3)), Parameter(torch.ones(3))]
-    optimizer = make(parameters)
+    optimizer = make([Parameter(torch.ones(2, 3)), Parameter(torch.ones(3))])
     flat = Parameter(torch.ones(9))
     flat.grad = torch.ones(9)
     optimizer.param_groups[0]["params"] = [flat]

@@ -7,11 +7,10 @@ from torch import nn
 
 import lightning_lowbit
 from lightning_lowbit.export.formats.table import FORMATS
-from tests.docs.pages import DOCS
 from tests.tables import each
 
-ROOT = DOCS.parent
-PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in [*sorted(DOCS.glob("**/*.md")), ROOT / "README.md"]}
+ROOT = Path(__file__).parents[2]
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]}
 RECIPES = {path.stem for folder in ("", "overlays") for path in (ROOT / "recipes" / folder).glob("*.yaml")}
 STUDIES = {path.stem for path in (ROOT / "recipes" / "studies").glob("*.yaml")}
 
@@ -32,20 +31,17 @@ def test_recipes_studies_and_formats_of_commands_exist(page):
 
 def calls():
     """The calls of this package in the right columns of the page for those who come from elsewhere."""
-    cells = [
-        line.split(" | ", 1)[1] for line in PAGES["docs/start/coming_from.md"].splitlines() if line.startswith("| ")
-    ]
-    codes = [
-        code.removeprefix("plugins=[").removesuffix("]") for cell in cells for code in re.findall("`([^`]+)`", cell)
-    ]
+    lines = PAGES["docs/start/coming_from.md"].splitlines()
+    cells = [line.split(" | ", 1)[1] for line in lines if line.startswith("| ")]
+    codes = re.findall(r"`(?:plugins=\[)?([^`]+?)\]?`", " ".join(cells))
     return [code for code in codes if re.match(r"\w+", code)[0] in lightning_lowbit.__all__ and code.endswith(")")]
 
 
-def test_the_page_for_those_who_come_from_elsewhere_has_calls():
-    assert len(calls()) > 12
+CALLS = calls()
+assert len(CALLS) > 12
 
 
-@each("call", calls())
+@each("call", CALLS)
 def test_a_call_beside_another_tools_works(call):
     network = nn.Sequential(nn.Linear(64, 64)).requires_grad_("pack_frozen" not in call)
     space = {name: getattr(lightning_lowbit, name) for name in lightning_lowbit.__all__}

@@ -77,9 +77,8 @@ def trained_llama():
 def exported_llama():
     """Writes the folder ``llama-nvfp4``."""
     trained_llama()
-    lightning_lowbit.export_checkpoint(
-        "last.ckpt", "int4", "llama-nvfp4", dtype="fp32", tokenizer="bytes", parity=False
-    )
+    options = {"dtype": "fp32", "tokenizer": "bytes", "parity": False}
+    lightning_lowbit.export_checkpoint("last.ckpt", "int4", "llama-nvfp4", **options)
 
 
 # What an example needs beside the names of the package, by the name that has the example.
@@ -94,8 +93,7 @@ PREPARED = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_runs(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_example_runs(name, tmp_path):
     PREPARED.get(name, lambda: None)()
     known = {each: getattr(lightning_lowbit, each) for each in NAMES} | {
         "MixedPrecision": MixedPrecision,

@@ -18,6 +18,7 @@ PRINTED = {
     "study_numerics": r"wgrad_x, stochastic +0\.0",
     "your_model": r"weights, largest difference: 0",
 }
+assert set(NOTEBOOKS) == set(PRINTED)
 
 
 def cells(name, kind):
@@ -25,45 +26,26 @@ def cells(name, kind):
     return [cell for cell in json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"] if cell["cell_type"] == kind]
 
 
-def texts(name):
-    """What the code cells of a notebook printed."""
-    outputs = chain.from_iterable(cell["outputs"] for cell in cells(name, "code"))
-    return ["".join(output.get("text", output.get("data", {}).get("text/plain", ""))) for output in outputs]
-
-
-def test_there_are_notebooks():
-    assert set(NOTEBOOKS) == set(PRINTED)
+@each("name", NOTEBOOKS)
+def test_all_cells_were_run_in_order_and_tell_no_folder_time_or_processor(name):
+    code = cells(name, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = chain.from_iterable(cell["outputs"] for cell in code)
+    texts = ["".join(output.get("text", output.get("data", {}).get("text/plain", ""))) for output in outputs]
+    assert re.search(PRINTED[name], "\n".join(texts))
+    machine = r"(?<!\w)/(tmp|home|root|usr|work|Users|opt)/|\bit/s\b|tokens/s|this CPU|site-packages"
+    assert not [text for text in texts if re.search(machine, text)]
 
 
 @each("name", NOTEBOOKS)
-def test_all_cells_were_run_in_order(name):
-    counts = [cell["execution_count"] for cell in cells(name, "code")]
-    assert counts == list(range(1, len(counts) + 1))
-    assert re.search(PRINTED[name], "\n".join(texts(name)))
-
-
-@each("name", NOTEBOOKS)
-def test_outputs_hold_no_folder_time_or_processor(name):
-    for text in texts(name):
-        assert not re.search(
-            r"(?<!\w)/(tmp|home|root|usr|work|Users|opt)/|\bit/s\b|tokens/s|this CPU|site-packages", text
-        )
-
-
-@each("name", NOTEBOOKS)
-def test_sentences_have_at_most_16_words_on_average(name):
+def test_sentences_have_at_most_16_words_on_average_and_links_exist(name):
     prose = "\n\n".join("".join(cell["source"]) for cell in cells(name, "markdown"))
+    for link in re.findall(r"\]\((?!http|#)([^)#]+)", prose):
+        assert (FOLDER / link).exists(), f"{name} links to {link}, which does not exist"
     lines = re.sub(r"```.*?```", "", prose, flags=re.DOTALL).splitlines()
     prose = "\n".join(line for line in lines if not line.startswith(("|", "#")))
     sentences = [sentence.split() for sentence in re.split(r"(?<=[.:?])\s+", prose) if len(sentence.split()) > 1]
     assert sum(map(len, sentences)) / len(sentences) <= 16
-
-
-@each("name", NOTEBOOKS)
-def test_relative_links_exist(name):
-    for cell in cells(name, "markdown"):
-        for link in re.findall(r"\]\((?!http|#)([^)#]+)", "".join(cell["source"])):
-            assert (FOLDER / link).exists(), f"{name} links to {link}, which does not exist"
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib
-import pytest
 from PIL import ImageFont
 
 from docs.pictures.canvas import PAD, WIDTH
@@ -19,32 +18,23 @@ FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module", params=PICTURES)
-def picture(request):
-    """A picture's name and text."""
-    return request.param, (FOLDER / f"{request.param}.svg").read_text()
-
-
 def test_every_file_is_drawn():
     assert {path.stem for path in FOLDER.glob("*.svg")} == set(PICTURES)
 
 
-def test_the_file_is_what_the_script_draws(picture):
-    name, text = picture
+@each("name", PICTURES)
+def test_the_file_is_what_the_script_draws_with_a_title_and_colors_for_dark_pages(name):
+    text = (FOLDER / f"{name}.svg").read_text()
     assert PICTURES[name]() == text, "run python -m docs.pictures.draw"
-
-
-def test_it_has_a_title_and_colors_for_dark_pages(picture):
-    _, text = picture
     root = ElementTree.fromstring(text)
     assert root.find(f"{SVG}title").text and root.find(f"{SVG}desc").text
     assert "@media (prefers-color-scheme:dark)" in root.find(f"{SVG}style").text
 
 
-def test_its_texts_fit_and_are_large_enough_for_a_phone(picture):
+@each("name", PICTURES)
+def test_its_texts_fit_and_are_large_enough_for_a_phone(name):
     """In DejaVu, which is wider than the fonts that browsers take before it."""
-    _, text = picture
-    for line in ElementTree.fromstring(text).iter(f"{SVG}text"):
+    for line in ElementTree.parse(FOLDER / f"{name}.svg").iter(f"{SVG}text"):
         size, x = float(line.get("font-size")), float(line.get("x"))
         assert size * (390 - 32) / WIDTH >= 10.5
         width = 0 if "transform" in line.attrib else _font(line.get("class", "")).getlength(line.text) * size / 100

@@ -13,7 +13,6 @@ from pathlib import Path
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Participles and pronouns, which say nothing of a value.
 DIALECT = re.compile(r"found|given|made|kept|own|told|there|each|of_\w+")
-CORE = ("QuantizedGemms.forward", "QuantizedGemms.backward")
 
 
 @cache
@@ -65,33 +64,34 @@ def function_lines(path, function):
     return sum(_is_code(path)[function.body[0].lineno - 1 : function.end_lineno])
 
 
-def decisions(function):
-    """Branches, loops' and comprehensions' conditions, and operands of `and` and `or` beyond the first."""
-    count = 0
-    for node in ast.walk(function):
-        count += isinstance(node, (ast.If, ast.IfExp, ast.While))
-        count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
-        count += len(node.ifs) if isinstance(node, ast.comprehension) else 0
-        is_flag = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-        count += is_flag and isinstance(node.left, (ast.List, ast.Tuple))  # `[name] * flag`
-    return count
-
-
 def imports(path):
-    """Modules that a file imports, but for type checkers alone, with the node of each import."""
-    for node in nodes(path):
-        if id(node) in _for_type_checkers(path):
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
-
-
-@cache
-def _for_type_checkers(path):
+    """Names that a file imports, but for type checkers alone, and whether at the top level of the file."""
     blocks = (node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-    return {id(inner) for block in blocks for inner in ast.walk(block)}
+    for_types = {id(inner) for block in blocks for inner in ast.walk(block)}
+    for node in nodes(path):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in for_types:
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((module + alias.name, node in tree(path).body) for alias in node.names)
+
+
+def inside(package):
+    """Imports of the package within functions."""
+    return {
+        f"{path.relative_to(package)}: {name.removeprefix(f'{package.name}.')}"
+        for path in package.rglob("*.py")
+        for name, at_top in imports(path)
+        if name.startswith(f"{package.name}.") and not at_top and path != package / "__init__.py"
+    }
+
+
+def long_functions(paths):
+    """Functions of more than 60 lines of code, with their numbers."""
+    return {
+        f"{path}:{name}": lines
+        for path in paths
+        for name, function in functions(path)
+        if (lines := function_lines(path, function)) > 60
+    }
 
 
 @cache
@@ -143,40 +143,21 @@ def dialect(path):
 
 def main(root):
     package = root / "lightning_lowbit"
-    files = modules(package)
-    rooms = Counter[str]()
-    for path in files.values():
+    rooms, words = Counter[str](), Counter[str]()
+    for path in modules(package).values():
         parts = path.relative_to(package).parts
-        room = "/".join(parts[: 2 if parts[0] == "nn" and len(parts) > 2 else 1]) if len(parts) > 1 else "(top)"
-        rooms[f"{room} files"] += 1
-        rooms[f"{room} lines"] += len(path.read_text().splitlines())
-        rooms[f"{room} code"] += code_lines(path)
+        depth = 2 if parts[0] == "nn" and len(parts) > 2 else 1
+        for room in ("/".join(parts[:depth]) if len(parts) > 1 else "(top)", "all"):
+            rooms[room, "files"] += 1
+            rooms[room, "lines"] += len(path.read_text().splitlines())
+            rooms[room, "code"] += code_lines(path)
+        words.update(dialect(path))
     print("room                 files   lines    code")
-    names = sorted({key.rpartition(" ")[0] for key in rooms})
-    for room in names:
-        print(f"{room:20} {rooms[f'{room} files']:5} {rooms[f'{room} lines']:7} {rooms[f'{room} code']:7}")
-    total = [sum(rooms[f"{room} {kind}"] for room in names) for kind in ("files", "lines", "code")]
-    print(f"{'all':20} {total[0]:5} {total[1]:7} {total[2]:7}")
-    long = [
-        f"{path.relative_to(package)}:{name}"
-        for path in files.values()
-        for name, function in functions(path)
-        if function_lines(path, function) > 60
-    ]
-    print("functions above 60 lines of code:", ", ".join(long) or "none")
+    for room in sorted({room for room, _ in rooms}, key=lambda room: (room == "all", room)):
+        print(f"{room:20} {rooms[room, 'files']:5} {rooms[room, 'lines']:7} {rooms[room, 'code']:7}")
+    print("functions above 60 lines of code:", ", ".join(long_functions(modules(package).values())) or "none")
     print("circles of imports:", [f"{len(group)} around {group[0]}" for group in circles(package)] or "none")
-    inside = [
-        name
-        for path in files.values()
-        for name, node in imports(path)
-        if name.startswith(package.name) and node not in tree(path).body
-    ]
-    print("imports of the package inside functions:", len(inside))
-    for path in files.values():
-        for name, function in functions(path):
-            if name in CORE:
-                print(f"decisions in {name}: {decisions(function)}, lines {function_lines(path, function)}")
-    words = Counter(name for path in files.values() for name in dialect(path))
+    print("imports of the package inside functions:", len(inside(package)))
     print(f"names that say nothing: {words.total()} ({', '.join(f'{w} {n}' for w, n in words.most_common(8))})")
 
 

@@ -1,10 +1,7 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 checks, formats, compilation, units, atomic_files, packages    L1 quant    L2 distributed, kernels
-L3 nn, optim, metrics    L4 _lightning    L5 precision, callbacks, report    L6 cli    L7 recipes
-
-Lightning is imported by `_lightning` alone, which alone touches its private parts, and `_lightning` by L5 and above.
-Torch's private parts are touched by `_torch` alone.
+Lightning is imported by `_lightning` alone, which alone touches its private parts, and `_lightning` by level 5 and
+above. Torch's private parts are touched by `_torch` alone.
 """
 
 import ast
@@ -17,32 +14,17 @@ from tests.house import structure
 from tests.house.structure import nodes, tree
 
 ROOT = Path(lightning_lowbit.__file__).parent
-LEVELS = {
-    "_finders": 0,
-    "_torch": 0,
-    "checks": 0,
-    "saved_state": 0,
-    "formats": 0,
-    "compilation": 0,
-    "data_sheets": 0,
-    "atomic_files": 0,
-    "packages": 0,
-    "units": 0,
-    "quant": 1,
-    "distributed": 2,
-    "kernels": 2,
-    "nn": 3,
-    "optim": 3,
-    "metrics": 3,
-    "_lightning": 4,
-    "precision": 5,
-    "callbacks": 5,
-    "report": 5,
-    "export": 5,
-    "scalers": 6,
-    "cli": 6,
-}
-TOGETHER = {"precision", "callbacks", "report", "export"}  # of one level, and used by each other
+LEVELS = [
+    "_finders _torch atomic_files checks compilation data_sheets formats packages saved_state units",
+    "quant",
+    "distributed kernels",
+    "nn optim metrics",
+    "_lightning",
+    "precision callbacks report export",
+    "scalers cli",
+]
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
+TOGETHER = {*LEVELS[5].split()}  # of one level, and used by each other
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 OPTIONAL = {"transformers", "datasets", "torchmetrics", "tensorboard", "rich", "matplotlib", "triton"}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
@@ -52,45 +34,35 @@ FOREIGN_TO_LIGHTNING = [path for path in FILES + RECIPES if path != ROOT / "_lig
 
 
 def imports(path):
-    """(module, whether at the top level of the file) of each import."""
+    """(module, whether at the top level of the file) of each import, also for type checkers."""
     for node in nodes(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        for name in names:
-            yield name, node in tree(path).body
+        yield from ((name, node in tree(path).body) for name in names)
 
 
 def test_every_file_has_a_level():
-    assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES} == set(LEVELS)
+    assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES} == set(LEVEL)
 
 
-OF_TRITON = (
-    "codes",
-    "conversions",
-    "device",
-    "kernels",
-    "layouts",
-    "passes",
-    "products",
-    "scales",
-    "tiles",
-)  # its language
+# Modules in Triton's language.
+OF_TRITON = {"codes", "conversions", "device", "kernels", "layouts", "passes", "products", "scales", "tiles"}
 
 
 def test_imports_point_downwards():
     for path in FILES:
         package = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        where = f"{path.relative_to(ROOT)} (level {LEVELS[package]})"
+        where = f"{path.relative_to(ROOT)} (level {LEVEL[package]})"
         for name, at_top in imports(path):
             top, *rest = name.split(".")
             if top == "lightning_lowbit":
                 assert rest, f"{where} imports the whole package: name the module"
                 target = rest[0]
-                is_lower = LEVELS[target] < LEVELS[package]
+                is_lower = LEVEL[target] < LEVEL[package]
                 same_level = target in (package, "_torch") or {target, package} <= TOGETHER
-                uses_lightning = target == "_lightning" and LEVELS[package] < 5
+                uses_lightning = target == "_lightning" and LEVEL[package] < 5
                 assert not uses_lightning, f"{where} imports Lightning"
-                assert is_lower or same_level, f"{where} imports {target} ({LEVELS[target]})"
+                assert is_lower or same_level, f"{where} imports {target} ({LEVEL[target]})"
             in_triton = path.parent == ROOT / "kernels" / "gpu"  # imported where kernels are launched
             is_of_kernels = in_triton and path.stem in OF_TRITON
             assert top != "triton" or in_triton, f"{where} imports Triton: its kernels live in kernels/gpu"
@@ -100,8 +72,8 @@ def test_imports_point_downwards():
 
 def test_lightning_is_imported_by_one_module_alone():
     for path in FOREIGN_TO_LIGHTNING:
-        found = [name for name, _ in imports(path) if name.split(".")[0] in LIGHTNING]
-        assert not found, f"{path} imports {found}: import from lightning_lowbit._lightning"
+        names = [name for name, _ in imports(path) if name.split(".")[0] in LIGHTNING]
+        assert not names, f"{path} imports {names}: import from lightning_lowbit._lightning"
 
 
 def private_parts(path):
@@ -115,15 +87,8 @@ def private_parts(path):
                 yield f"{name}.{node.attr}"
 
 
-def test_private_parts_are_found(tmp_path):
-    path = tmp_path / "code.py"
-    path.write_text(
-        "trainer._results, self.trainer.fit_loop._x, my_strategy._y, self._trainer, trainer.z, trainer.__dict__"
-    )
-    assert [*private_parts(path)] == ["trainer._results", "fit_loop._x", "my_strategy._y"]
-
-
 def test_private_parts_of_lightning_are_touched_by_one_module_alone():
+    assert {"fit_loop._should_accumulate", "trainer._results"} <= {*private_parts(ROOT / "_lightning.py")}
     for path in FOREIGN_TO_LIGHTNING:
         found = [*private_parts(path)]
         assert not found, f"{path} touches {found}: write a function for it in lightning_lowbit._lightning"
@@ -203,12 +168,7 @@ def test_no_modules_import_each_other():
 
 
 def test_imports_inside_functions_have_a_reason():
-    inside = {
-        f"{path.relative_to(ROOT)}: {name.removeprefix('lightning_lowbit.')}"
-        for path in FILES
-        for name, node in structure.imports(path)
-        if name.startswith("lightning_lowbit.") and node not in tree(path).body
-    }
+    inside = structure.inside(ROOT)
     assert inside == set(INSIDE), f"without a reason: {inside - set(INSIDE)}; gone: {set(INSIDE) - inside}"
 
 
@@ -222,13 +182,7 @@ def test_a_file_fits_in_one_reading_and_a_folder_on_one_screen():
 
 
 def test_a_function_fits_on_one_screen():
-    in_triton = ROOT / "kernels" / "gpu"
-    long = {
-        f"{path.relative_to(ROOT.parent)}:{name}": n
-        for path in [*FILES, *RECIPES]
-        for name, function in structure.functions(path)
-        if (n := structure.function_lines(path, function)) > 60 and path.parent != in_triton
-    }
+    long = structure.long_functions(path for path in FILES + RECIPES if path.parent != ROOT / "kernels" / "gpu")
     assert not long, f"lines of code: {long}; 60 at most"
 
 

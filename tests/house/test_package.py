@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 import lightning_lowbit
+from lightning_lowbit._finders import MOVED
 from lightning_lowbit._lightning import _decide
 from lightning_lowbit.packages import install, install_extra, with_extra
 from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TEXTS = {".py", ".md", ".yaml", ".sh", ".html", ".css", ".json"}
 
 
 def test_every_package_is_listed():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    listed = PROJECT["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "lightning_lowbit").rglob("__init__.py")}
     folders |= {"lightning_lowbit" / path.parent.relative_to(ROOT) for path in (ROOT / "recipes").rglob("__init__.py")}
     found = {".".join(folder.parts) for folder in folders}
@@ -27,15 +30,15 @@ def test_every_package_is_listed():
 
 
 def test_recipes_are_package_data():
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    for path in (ROOT / "recipes").rglob("*"):
-        if path.suffix in (".yaml", ".md"):
-            pattern = str(path.relative_to(ROOT / "recipes").with_name(f"*{path.suffix}"))
-            assert pattern in data["lightning_lowbit.recipes"], f"a wheel would lack {path.name}"
+    data = PROJECT["tool"]["setuptools"]["package-data"]["lightning_lowbit.recipes"]
+    paths = [path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*")]
+    wanted = {str(path.with_name(f"*{path.suffix}")) for path in paths if path.suffix in (".yaml", ".md")}
+    assert wanted <= set(data), f"a wheel would lack {wanted - set(data)}"
 
 
 def test_what_type_checkers_see_is_what_is_imported_when_it_is_asked_for():
-    (block,) = [node for node in ast.parse(Path(lightning_lowbit.__file__).read_text()).body if _is_for_types(node)]
+    body = ast.parse(Path(lightning_lowbit.__file__).read_text()).body
+    (block,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     names = {node.module: [alias.name for alias in node.names] for node in block.body}
     stars = {module: importlib.import_module(module).__all__ for module, given in names.items() if given == ["*"]}
     seen = {name: module for module, given in {**names, **stars}.items() for name in given}
@@ -43,10 +46,6 @@ def test_what_type_checkers_see_is_what_is_imported_when_it_is_asked_for():
     for name, module in seen.items():
         vars(lightning_lowbit).pop(name, None)  # as if it had not been asked for yet
         assert getattr(lightning_lowbit, name) is getattr(importlib.import_module(module), name), name
-
-
-def _is_for_types(node):
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def test_names_and_subpackages_are_there_and_no_others():
@@ -61,8 +60,7 @@ def test_names_and_subpackages_are_there_and_no_others():
 def test_imported_packages_are_declared():
     """At the top of files alone: optional packages are imported where they are used (see test_layering). Modules of a
     command are imported when it runs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.match(r"[\w-]+", each)[0].lower() for each in project["dependencies"]}
+    declared = {re.match(r"[\w-]+", line)[0].lower() for line in PROJECT["project"]["dependencies"]}
     declared |= {"lightning_utilities", "lightning_fabric", "pytorch_lightning"}  # come with lightning
     found = {}
     for path in (ROOT / "lightning_lowbit").rglob("*.py"):
@@ -90,19 +88,15 @@ def test_sources_that_are_not_installed_hold_the_recipes():
 @pytest.mark.slow  # a process of its own
 def test_plugins_train_without_jsonargparse_and_the_command_asks_for_it(tmp_path):
     code = """if True:
-        import importlib.machinery, importlib.metadata, sys
-        find, distribution = importlib.machinery.PathFinder.find_spec, importlib.metadata.distribution
-
-        def find_others(name, *others):
-            return None if name.partition(".")[0] == "jsonargparse" else find(name, *others)
+        import importlib.metadata, sys
+        distribution = importlib.metadata.distribution
 
         def others(name):
             if name == "jsonargparse":
                 raise importlib.metadata.PackageNotFoundError(name)
             return distribution(name)
 
-        importlib.machinery.PathFinder.find_spec = staticmethod(find_others)
-        importlib.metadata.distribution = others
+        importlib.metadata.distribution, sys.modules["jsonargparse"] = others, None
         from lightning.pytorch import Trainer
         from lightning.pytorch.demos.boring_classes import BoringModel
         from lightning_lowbit import FP4Precision, RunReport
@@ -126,11 +120,7 @@ def test_no_text_installs_this_package_from_an_index():
     files += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.cff")]
     lines = [f"{path}: {found[0]}" for path in files for found in told.finditer(path.read_text())]
     assert not lines
-    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
-    assert f"git clone {repository}\n" in (ROOT / "docs" / "index.md").read_text()
-
-
-TEXTS = {".py", ".md", ".yaml", ".sh", ".html", ".css", ".json"}
+    assert f"git clone {PROJECT['project']['urls']['Repository']}\n" in (ROOT / "docs" / "index.md").read_text()
 
 
 @each(
@@ -148,6 +138,7 @@ def test_the_command_for_missing_packages_names_them_with_their_versions(package
 def test_an_extra_is_installed_as_the_package_was(tmp_path):
     wheel, url = tmp_path / "lightning_lowbit.whl", "https://example.com/x"
     wheel.touch()
+    vcs = {"vcs": "git", "commit_id": "123abc"}
     table = [
         ({}, ["lightning_lowbit[recipes]==0.2.0"]),
         ({"url": tmp_path.as_uri(), "dir_info": {"editable": True}}, ["-e", f"{tmp_path}[recipes]"]),
@@ -155,10 +146,7 @@ def test_an_extra_is_installed_as_the_package_was(tmp_path):
         ({"url": wheel.as_uri(), "archive_info": {}}, [f"lightning_lowbit[recipes] @ {wheel.as_uri()}"]),
         ({"url": "file:///gone", "dir_info": {}}, ["lightning_lowbit[recipes]==0.2.0"]),
         ({"url": url, "archive_info": {}}, [f"lightning_lowbit[recipes] @ {url}"]),
-        (
-            {"url": url, "vcs_info": {"vcs": "git", "commit_id": "123abc"}},
-            [f"lightning_lowbit[recipes] @ git+{url}@123abc"],
-        ),
+        ({"url": url, "vcs_info": vcs}, [f"lightning_lowbit[recipes] @ git+{url}@123abc"]),
     ]
     for origin, arguments in table:
         assert with_extra("recipes", "0.2.0", origin) == arguments, origin
@@ -187,3 +175,23 @@ def test_the_lightning_that_was_imported_first_is_used():
     ]
     for imported, used in table:
         assert _decide(["os", *imported, "torch"]) == used, imported
+
+
+def test_every_former_name_warns_and_gives_what_its_modules_hold():
+    for former, modules in MOVED.items():
+        sys.modules.pop(f"lightning_lowbit.{former}", None)  # another test may have read a pickle of a former version
+        with pytest.warns(DeprecationWarning, match=f"lightning_lowbit.{former} is now lightning_lowbit.{modules[0]}"):
+            module = importlib.import_module(f"lightning_lowbit.{former}")
+        for name in modules:
+            source = importlib.import_module(f"lightning_lowbit.{name}")
+            for key, value in vars(source).items():
+                if getattr(value, "__module__", "") == source.__name__ and key[:2] != "__":
+                    assert getattr(module, key) is value
+
+
+def test_a_former_module_has_former_names_of_classes_and_refuses_what_no_module_holds():
+    with pytest.warns(DeprecationWarning):
+        keys, plan = (importlib.reload(importlib.import_module(f"lightning_lowbit.nn.{x}")) for x in ("keys", "plan"))
+    assert plan.Plan is importlib.import_module("lightning_lowbit.nn.casts.traits").CastTraits
+    with pytest.raises(AttributeError, match="lightning_lowbit.nn.state.keys and .* has no attribute 'nothing'"):
+        keys.nothing  # noqa: B018

@@ -21,22 +21,18 @@ def test_operations_are_those_of_torch():
     x = torch.arange(6, dtype=torch.int8).view(2, 3)
     assert _torch.int_mm(x, x.t().contiguous()).tolist() == [[5, 14], [14, 50]]
     assert _torch.unsafe_view(torch.ones(4), (2, 2)).shape == (2, 2)
-    assert callable(_torch.scaled_mm)
+    assert callable(_torch.scaled_mm) and isinstance(_torch.has_vnni(), bool)
+    assert all(isinstance(_torch.cpu_has_units(dtype), bool) for dtype in (torch.bfloat16, torch.float16))
 
 
-def test_base_classes_of_modules():
+def test_classes_and_masks_of_modules():
     assert issubclass(nn.Conv2d, _torch.ConvNd) and not issubclass(nn.Linear, _torch.ConvNd)
     assert issubclass(nn.BatchNorm1d, _torch.NormBase) and not issubclass(nn.LayerNorm, _torch.NormBase)
-
-
-def test_masks_of_attention():
     mask = _torch.canonical_mask(torch.tensor([True, False]), "mask", None, "", torch.float32)
     assert mask.tolist() == [-torch.inf, 0]
     assert _torch.dtype_of_mask(mask) == torch.float32 and _torch.dtype_of_mask(None) is None
     q = torch.zeros(3, 2, 4)
-    assert _torch.check_multihead_shapes(q, q, q, None, None, 2) and not _torch.check_multihead_shapes(
-        q[0], q[0], q[0], None, None, 2
-    )
+    assert [_torch.check_multihead_shapes(x, x, x, None, None, 2) for x in (q, q[0])] == [True, False]
 
 
 def test_hooks_are_listed_and_removed():
@@ -51,14 +47,10 @@ def test_hooks_are_listed_and_removed():
     assert calls == ["before", "after"]
 
 
-def test_children_with_two_names_are_named_twice():
+def test_children_have_all_their_names_and_compiled_modules_are_unwrapped():
     model, layer = nn.Module(), nn.Linear(2, 2)
     model.first = model.second = layer
     assert _torch.children_of(model) == {"first": layer, "second": layer}
-
-
-def test_compiled_modules_are_unwrapped():
-    layer = nn.Linear(2, 2)
     assert _torch.uncompiled(torch.compile(layer)) is layer and _torch.uncompiled(layer) is layer
 
 
@@ -84,13 +76,10 @@ def test_a_backward_pass_is_recognized():
     assert _torch.number_of_node(node) == _torch.number_of_node(y.grad_fn) and number >= 0
 
 
-def test_hooks_of_saved_tensors_are_seen():
+def test_saved_tensors_are_seen_and_writes_hidden():
     assert _torch.saved_tensor_hooks(False) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert _torch.saved_tensor_hooks(False) is not None
-
-
-def test_writes_are_hidden_from_autograd():
     tensor = torch.ones(2)
     with _torch.unseen_writes([tensor]):
         tensor.zero_()
@@ -99,25 +88,21 @@ def test_writes_are_hidden_from_autograd():
     assert _torch.version_of(tensor) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
 def test_transformations_are_recognized():
     seen = []
 
     def function(x):
-        seen.append((_torch.is_transformed(), _torch.is_batched(x), _torch.has_tangents()))
-        return x
+        seen.append((_torch.is_transformed(), _torch.is_batched(x), _torch.has_tangents(), _torch.is_tracing()))
+        return x * 1
 
     function(torch.ones(2))
     torch.func.vmap(function)(torch.ones(2))
     with forward_ad.dual_level():
         function(torch.ones(2))
-    assert seen == [(False, False, False), (True, True, False), (False, False, True)]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
-def test_tracing_is_recognized():
-    seen = []
-    torch.jit.trace(lambda x: seen.append(_torch.is_tracing()) or x * 1, torch.ones(2), check_trace=False)
-    assert seen[0] and not _torch.is_tracing()
+    torch.jit.trace(function, torch.ones(2), check_trace=False)
+    assert seen[:3] == [(False,) * 4, (True, True, False, False), (False, False, True, False)]
+    assert seen[3][3] and not _torch.is_tracing()
 
 
 def test_modes_are_disabled_and_kernels_listed():
@@ -127,9 +112,8 @@ def test_modes_are_disabled_and_kernels_listed():
 
     with Mode(), _torch.disable_current_modes():
         torch.ones(2).neg()
-    assert _torch.has_kernel("aten::matmul", "CompositeImplicitAutograd") and not _torch.has_kernel(
-        "aten::mm", "CompositeImplicitAutograd"
-    )
+    composite = [_torch.has_kernel(f"aten::{name}", "CompositeImplicitAutograd") for name in ("matmul", "mm")]
+    assert composite == [True, False]
 
 
 def test_compilation_is_recognized():
@@ -139,11 +123,6 @@ def test_compilation_is_recognized():
 
         assert not config.donated_buffer and torch.compiler.config.cache_key_tag
     assert config.donated_buffer and not torch.compiler.config.cache_key_tag
-
-
-def test_cpus_tell_their_units():
-    assert isinstance(_torch.has_vnni(), bool)
-    assert all(isinstance(_torch.cpu_has_units(dtype), bool) for dtype in (torch.bfloat16, torch.float16))
 
 
 def test_scalers_tell_their_state():
@@ -159,13 +138,6 @@ def test_scalers_tell_their_state():
     assert _torch.overflow_flags(scaler) == []
 
 
-def test_an_optimizer_counts_as_stepped():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], 0.1)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    _torch.mark_stepped(optimizer)
-    schedule.step()  # warns otherwise, and warnings are errors
-
-
 def test_parts_of_optimizers_and_schedules_are_told():
     parameter = nn.Parameter(torch.ones(()))
     optimizers = [torch.optim.AdamW([parameter], fused=fused) for fused in (True, False)]
@@ -173,6 +145,8 @@ def test_parts_of_optimizers_and_schedules_are_told():
     parts = [torch.optim.lr_scheduler.ConstantLR(optimizers[0]) for _ in range(2)]
     assert _torch.schedules_of(torch.optim.lr_scheduler.ChainedScheduler(parts)) == parts
     assert _torch.schedules_of(parts[0]) == []
+    _torch.mark_stepped(optimizers[0])
+    parts[0].step()  # warns otherwise, and warnings are errors
 
 
 def test_parameters_outside_of_fsdp_are_not_flattened():

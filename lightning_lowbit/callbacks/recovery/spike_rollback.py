@@ -5,8 +5,10 @@ trusted once the losses of the ``good_for`` steps after it are good. Losses are 
 """
 
 import math
+from collections import deque
+from collections.abc import Iterable, Iterator
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +27,8 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.learning_rates import GentleSteps
 from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, copies_of_weights, forget_gathered
-from lightning_lowbit.callbacks.recovery.step_losses import StepLosses
 from lightning_lowbit.checks import choose, fraction, integer, positive, some
+from lightning_lowbit.distributed import local
 from lightning_lowbit.metrics.spikes import SpikeDetector, Window, mean_limit
 from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
@@ -36,6 +38,68 @@ from lightning_lowbit.saved_state import NUMBER, count
 
 # A run has converged if its loss is below this share of the first losses.
 _CONVERGED = 0.1
+
+
+class StepLoss(NamedTuple):
+    """The loss of the optimizer step after ``step`` steps, on its way to the host (``arrived``; None on the CPU).
+
+    ``values`` is float32 ``[2]``: the sum over micro-batches and ranks, and their number.
+    """
+
+    step: int
+    values: Tensor
+    arrived: torch.Event | None = None
+
+    def read(self) -> float | None:
+        """Waits for the copy and returns the mean; None if no training step returned a loss."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        total, count = self.values.tolist()
+        return total / count if count else None
+
+
+class StepLosses:
+    """Sums losses of micro-batches; ``pending`` holds the steps whose loss has not been read, in order."""
+
+    def __init__(self) -> None:
+        self.pending: deque[StepLoss] = deque()
+        self._micro_batches: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        self._micro_batches = []
+
+    def add(self, outputs: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):  # otherwise training_step returned None
+            self._micro_batches.append(local(loss).detach().float().reshape(()))
+
+    def end_step(self, trainer: Trainer) -> None:
+        # Lightning divides each loss by accumulate_grad_batches, but the last step of an epoch may have fewer
+        # micro-batches. A rank without losses must still take part in the collective.
+        none = torch.zeros((), device=trainer.strategy.root_device)
+        total = sum(self._micro_batches, none) * trainer.accumulate_grad_batches
+        values = torch.stack([total, none + len(self._micro_batches)])
+        self._micro_batches = []
+        values, arrived = trainer.strategy.reduce(values, reduce_op="sum"), None
+        if values.device.type != "cpu":
+            arrived = torch.Event(values.device)
+            values = values.to("cpu", non_blocking=True)
+            arrived.record()
+        self.pending.append(StepLoss(trainer.global_step - 1, values, arrived))
+
+    def read(self, leave: int = 0) -> Iterator[tuple[int, float]]:
+        """Removes the oldest losses except the last few; yields (step, loss) of steps with a loss."""
+        while len(self.pending) > leave:
+            oldest = self.pending.popleft()
+            if (loss := oldest.read()) is not None:
+                yield oldest.step, loss
+
+    def state(self) -> list[tuple[int, float | None]]:
+        return [(loss.step, loss.read()) for loss in self.pending]
+
+    def load(self, state: Iterable[tuple[int, float | None]]) -> None:
+        values = [(step, [0.0, 0.0] if loss is None else [loss, 1.0]) for step, loss in state]
+        self.pending = deque(StepLoss(step, torch.tensor(pair, device="cpu")) for step, pair in values)
 
 
 class SpikeRollback(LowBitCallback):
@@ -193,7 +257,7 @@ class SpikeRollback(LowBitCallback):
         self._gentle.suspend()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._gentle.release_rates()
+        self._gentle.rates.release()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._parameters, self._trusted, self._candidate = [], Snapshot(self.device), Snapshot(self.device)
@@ -246,10 +310,16 @@ class SpikeRollback(LowBitCallback):
             )
         self._rollbacks.append({"step": step, "spike": spike, "loss": loss, "mean": mean, "to": to})
         self._gentle.begin(trainer, step + self.recovery_steps)
-        rank_zero_warn(
+        warning = (
             f"SpikeRollback: {message}. Step {step} continues with the weights of step {to}; the batches in between "
-            f"are left out.{_missing_text(missing, to)}"
+            "are left out."
         )
+        if missing:
+            warning += (
+                f" Not restored: {some(missing)}, which step {to} did not have so. Where it is an average of weights, "
+                "it holds undone ones: create it before training starts."
+            )
+        rank_zero_warn(warning)
 
     def _state_of(self, trainer: Trainer) -> TrainingState:
         plugin = trainer.precision_plugin
@@ -286,12 +356,3 @@ class SpikeRollback(LowBitCallback):
         header = ["spike in step", "its loss", "mean before it", "seen after step", "back to the weights after step"]
         rows = [[int(r["spike"]) + 1, r["loss"], r["mean"], int(r["step"]), int(r["to"])] for r in self._rollbacks]
         return [Section("Spikes", [Text(f"Rollbacks: {len(rows)}."), Table(header, rows)])]
-
-
-def _missing_text(copies: list[str], to: int) -> str:
-    if not copies:
-        return ""
-    return (
-        f" Not restored: {some(copies)}, which step {to} did not have so. Where it is an average of weights, it holds "
-        "undone ones: create it before training starts."
-    )

@@ -151,32 +151,25 @@ class Switch(LowBitCallback):
         return self._due
 
 
-# Descriptions for error messages.
-_ARGUMENTS = {
-    "at": "at (a fraction of all steps)",
-    "step": "step (a number)",
-    "tokens": "tokens (how many to train on first)",
-    "plateau": "plateau (of a validation metric)",
-    "below": "below (a threshold of a measured metric)",
+# Triggers by argument, with descriptions for error messages.
+_TRIGGERS: dict[str, tuple[Callable[[Any], Trigger], str]] = {
+    "at": (AtFraction, "a fraction of all steps"),
+    "step": (AtStep, "a number"),
+    "tokens": (AtTokens, "how many to train on first"),
+    "plateau": (AtPlateau, "of a validation metric"),
+    "below": (AtBelow, "a threshold of a measured metric"),
 }
 
 
 def _trigger_of(count: Callable[[Any], int] | None = None, **arguments: Any) -> Trigger:
     chosen = {name: value for name, value in arguments.items() if value is not None}
     if len(chosen) != 1:
-        *first, last = (_ARGUMENTS[name] for name in arguments)
+        *first, last = (f"{name} ({_TRIGGERS[name][1]})" for name in arguments)
         got = ", ".join(f"{name}={value!r}" for name, value in (chosen or arguments).items())
         raise ValueError(f"Give either {', '.join(first)} or {last}; got {got}.")
-    if count is not None and "tokens" not in chosen:
+    ((name, value),) = chosen.items()
+    if count is not None and name != "tokens":
         raise ValueError("count counts the tokens of a batch, for tokens alone: give tokens, or leave out count.")
     if count is not None and not callable(count):
         raise ValueError(f"count takes a batch and gives the number of its tokens; got {count!r}.")
-    ((name, value),) = chosen.items()
-    kinds: dict[str, Callable[[Any], Trigger]] = {
-        "at": AtFraction,
-        "step": AtStep,
-        "tokens": lambda tokens: AtTokens(tokens, count),
-        "plateau": AtPlateau,
-        "below": AtBelow,
-    }
-    return kinds[name](value)
+    return AtTokens(value, count) if name == "tokens" else _TRIGGERS[name][0](value)

@@ -19,7 +19,7 @@ from lightning_lowbit._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_lowbit.callbacks.learning_rates import Rewarm
+from lightning_lowbit.callbacks.learning_rates import LowerRates
 from lightning_lowbit.callbacks.switches.base import Switch
 from lightning_lowbit.callbacks.switches.metric_triggers import Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import steps_of
@@ -101,7 +101,7 @@ class PrecisionSwitch(Switch):
         self._length = 0  # optimizer steps
         self._record: dict[str, Any] | None = None  # the change that it made in this run, for reports
         self._set: int | None = None  # when it set the phase; None if another switch did since
-        self._rates = Rewarm(rewarm or 1)
+        self._rates = LowerRates()
         number("over", over, "a fraction of all optimizer steps", above=0, below=1, or_none=True)
         integer("steps", steps, 1, "a number of optimizer steps", or_none=True)
         integer("rewarm", rewarm, 1, "a number of optimizer steps", or_none=True)
@@ -160,8 +160,9 @@ class PrecisionSwitch(Switch):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._record is not None:
-            self._rates.follow(trainer.optimizers, trainer.global_step - self._record["step"])
+        if self._record is not None and self.rewarm is not None:
+            steps = trainer.global_step - self._record["step"] + 1
+            self._rates.by(min(1.0, steps / self.rewarm), trainer.optimizers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._rates.release()

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
 from tests import ranks
 from tests.distributed.spreads import full
-from tests.lightning_imports import Callback, ModelCheckpoint, ModelParallelStrategy, quiet_trainer
+from tests.lightning_imports import Callback, ModelParallelStrategy, quiet_trainer
 
 SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end
 OPERATIONS = {"os.remove", "os.rmdir", "os.symlink", "half a copy"}
@@ -36,31 +37,31 @@ class Fitted(ranks.Regression):
         return StableSPAM(self.parameters(), lr=0.1)
 
 
-class Case:
+class Case(NamedTuple):
     """How checkpoints are written.
 
-    Args:
-        callback: makes what saves.
+    Attributes:
+        links: the last one is a link to the best; or else it is the only one.
         directory: of shards, by FSDP2; or else a file.
         far: files come from another file system, so that they are copied.
         resumed: another run has made the save before.
     """
 
-    def __init__(self, callback, directory=False, far=False, resumed=False):
-        self.callback, self.directory, self.far, self.resumed = callback, directory, far, resumed
+    links: bool = False
+    directory: bool = True
+    far: bool = False
+    resumed: bool = False
 
-
-def _saver(kind, **kwargs):
-    return lambda folder: kind(folder, every_n_train_steps=1, enable_version_counter=False, **kwargs)
+    def saver(self, folder):
+        kinds = {"save_last": "link"} if self.links else {"save_last": True, "save_top_k": 0}
+        return CrashSafeCheckpoint(folder, every_n_train_steps=1, enable_version_counter=False, **kinds)
 
 
 CASES = {
-    "a file": Case(_saver(CrashSafeCheckpoint, save_last=True, save_top_k=0), far=True),
-    "a directory": Case(_saver(CrashSafeCheckpoint, save_last=True, save_top_k=0), directory=True),
-    "a linked directory": Case(_saver(CrashSafeCheckpoint, save_last="link"), directory=True),
-    "a linked directory, resumed": Case(_saver(CrashSafeCheckpoint, save_last="link"), directory=True, resumed=True),
-    "Lightning's file": Case(_saver(ModelCheckpoint, save_last=True, save_top_k=0), far=True),
-    "Lightning's directory": Case(_saver(ModelCheckpoint, save_last=True, save_top_k=0), directory=True),
+    "a file": Case(directory=False, far=True),
+    "a directory": Case(),
+    "a linked directory": Case(links=True),
+    "a linked directory, resumed": Case(links=True, resumed=True),
 }
 
 
@@ -123,35 +124,37 @@ def _file_systems(far):
         yield
 
 
-def train(case, folder, end, callbacks):
-    """Weights when training starts (those of a checkpoint, if there is one) and at the end."""
-    weights = []
+def train(case, folder, end, *callbacks):
+    """Steps and weights when training starts (those of a checkpoint, if there is one) and at the end."""
+    seen = []
 
     class Weights(Callback):
         def on_train_start(self, trainer, pl_module):
-            weights.append(torch.cat([full(p).flatten() for p in pl_module.parameters()]))
-            weights.append(torch.tensor(trainer.global_step))
+            weights = torch.cat([full(p).flatten() for p in pl_module.parameters()])
+            seen.append((trainer.global_step, weights.tolist()))
 
-        def on_train_end(self, trainer, pl_module):
-            weights.append(torch.cat([full(p).flatten() for p in pl_module.parameters()]))
+        on_train_end = on_train_start
 
     quiet_trainer(
         devices=1,
         strategy=ModelParallelStrategy(1, 1) if case.directory else "auto",
-        callbacks=[Weights(), *callbacks],
+        callbacks=[Weights(), case.saver(str(folder)), *callbacks],
         max_steps=end,
         enable_checkpointing=True,
     ).fit(Fitted(shard=case.directory), ckpt_path="last")
-    return weights
+    return seen
 
 
-def _in_a_process(work):
-    """How one ended that works and shares nothing with this one."""
+def _in_a_process(folder, work, *arguments):
+    """How one ended that works in a process group of its own, and shares nothing with this one."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            work()
+            (folder / "store").unlink(missing_ok=True)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            work(*arguments)
+            dist.destroy_process_group()
             code = 0
         except BaseException as error:
             print(repr(error), file=sys.stderr)
@@ -162,53 +165,37 @@ def _in_a_process(work):
 
 def crash(case, folder, moment):
     """What one moment leads to; None if there are not so many."""
-    place, note, found = folder / "checkpoints", folder / "note", folder / "found.json"
+    place, note, results = folder / "checkpoints", folder / "note", folder / "results.json"
 
     def begin():
-        with _meeting(folder), _file_systems(case.far):
-            train(case, place, KILLED, [case.callback(str(place)), Kill(moment, note)])
-
-    def save_once():
-        with _meeting(folder):
-            train(case, place, SAVED, [case.callback(str(place))])
+        with _file_systems(case.far):
+            train(case, place, KILLED, Kill(moment, note))
 
     def go_on():
-        with _meeting(folder):
-            start, step, end = train(case, place, LAST, [case.callback(str(place))])
-        found.write_text(json.dumps({"step": int(step), "start": start.tolist(), "end": end.tolist()}))
+        (step, start), (_, end) = train(case, place, LAST)
+        results.write_text(json.dumps({"step": step, "start": start, "end": end}))
 
     if case.resumed:
-        assert _in_a_process(save_once) == 0
-    if _in_a_process(begin) != -signal.SIGKILL:
+        assert _in_a_process(folder, train, case, place, SAVED) == 0
+    if _in_a_process(folder, begin) != -signal.SIGKILL:
         return None
     names = sorted(path.name for path in place.iterdir())
-    code = _in_a_process(go_on)
+    code = _in_a_process(folder, go_on)
     left = sorted(path.name for path in place.iterdir())
     result = {"before": note.read_text().replace(str(folder), ""), "code": code, "names": names, "left": left}
-    return result | (json.loads(found.read_text()) if code == 0 else {})
+    return result | (json.loads(results.read_text()) if code == 0 else {})
 
 
-@contextmanager
-def _meeting(folder):
-    """A process group of one."""
-    store = folder / "store"
-    store.unlink(missing_ok=True)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def work(name, folder):
+def moments(case, folder):
+    """What each moment leads to."""
     results = []
     while True:
-        place = folder / "place"
-        place.mkdir()
-        result = crash(CASES[name], place, len(results))
-        shutil.rmtree(place)
+        folder.mkdir()
+        result = crash(case, folder, len(results))
+        shutil.rmtree(folder)
         if result is None:
-            break
+            return results
         results.append(result)
-    (folder / f"{name}.json").write_text(json.dumps(results))
 
 
 def main(folder, *names):
@@ -219,8 +206,7 @@ def main(folder, *names):
     tempfile.tempdir = str(own / "far")
     os.makedirs(tempfile.tempdir)
     for name in names:
-        work(name, own)
-        (own / f"{name}.json").rename(Path(folder) / f"{name}.json")
+        (Path(folder) / f"{name}.json").write_text(json.dumps(moments(CASES[name], own / "place")))
 
 
 if __name__ == "__main__":

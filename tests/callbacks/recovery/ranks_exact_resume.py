@@ -22,9 +22,7 @@ def work():
     """Draws by strategy. The ranks were given two seeds: of one that launches others, the environment is another."""
     results = {}
     for strategy in sys.argv[3:]:
-        run = trainer(
-            max_steps=2, devices=RANKS, strategy=STRATEGIES[strategy](), callbacks=[ExactResume(int(sys.argv[1]))]
-        )
-        run.fit(model := Draws())
+        callbacks = [ExactResume(int(sys.argv[1]))]
+        trainer(max_steps=2, devices=RANKS, strategy=STRATEGIES[strategy](), callbacks=callbacks).fit(model := Draws())
         results[strategy] = model.seen
     return results

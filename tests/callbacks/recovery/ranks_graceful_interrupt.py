@@ -36,16 +36,10 @@ def main(rank, folder, when):
     os.environ.update(TORCHELASTIC_RUN_ID="1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
-    quiet_trainer(
-        default_root_dir=folder,
-        devices=2,
-        strategy="ddp",
-        max_steps=8,
-        limit_val_batches=1,
-        val_check_interval=8,
-        num_sanity_val_steps=int(when == "check"),
-        callbacks=[Terminate(Path(folder, f"{rank}.txt"), when), GracefulInterrupt()],
-    ).fit(BoringModel())
+    callbacks = [Terminate(Path(folder, f"{rank}.txt"), when), GracefulInterrupt()]
+    check = {"limit_val_batches": 1, "val_check_interval": 8, "num_sanity_val_steps": int(when == "check")}
+    run = {"default_root_dir": folder, "devices": 2, "strategy": "ddp", "max_steps": 8}
+    quiet_trainer(callbacks=callbacks, **run, **check).fit(BoringModel())
 
 
 if __name__ == "__main__":

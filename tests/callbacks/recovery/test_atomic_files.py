@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_what_a_process_of_this_machine_writes_goes_when_it_is_dead_and_not_when
         partial = writer.stdout.readline().strip()
         monkeypatch.setattr(atomic_files.time, "time", lambda now=atomic_files.time.time: now() + 7200)
         if not locks:
-            monkeypatch.setattr(atomic_files.fcntl, "flock", no_locks)
+            monkeypatch.setattr(atomic_files.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
         if dies:
             writer.kill()
             writer.wait()
@@ -104,10 +105,6 @@ def test_what_a_process_of_this_machine_writes_goes_when_it_is_dead_and_not_when
             writer.stdin.close()
             assert writer.wait() == 0 and names() == {"a.ckpt"}
     (tmp_path / "a.ckpt").unlink(missing_ok=True)
-
-
-def no_locks(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
 
 
 def test_what_another_machine_has_left_goes_after_an_hour(tmp_path, monkeypatch):

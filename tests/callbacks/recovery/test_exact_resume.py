@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,22 +15,29 @@ from tests.tables import each
 
 
 class Draws(BoringModel):
+    """Notes the numbers that each batch draws, and where in the run it is."""
+
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.seen, self.places = [], []
 
     def training_step(self, batch, batch_idx):
         self.seen.append((torch.rand(()).item(), np.random.rand(), random.random()))
+        self.places.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step))
         return super().training_step(batch, batch_idx)
 
 
+def run(model, *callbacks, ckpt_path=None, resume=None, **kwargs):
+    callbacks = [resume or ExactResume(), *callbacks]
+    trainer = quiet_trainer(callbacks=callbacks, **{"limit_train_batches": 6, "limit_val_batches": 0, **kwargs})
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return trainer
+
+
 def draws(**kwargs):
-    model = Draws()
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(random.SystemRandom().randrange(2**31))
-    quiet_trainer(max_steps=3, accumulate_grad_batches=2, callbacks=[ExactResume(**kwargs)], limit_val_batches=0).fit(
-        model
-    )
+    run(model := Draws(), resume=ExactResume(**kwargs), max_steps=3, accumulate_grad_batches=2)
     return model.seen
 
 
@@ -53,15 +61,12 @@ def test_an_epoch_of_raw_optimizers_draws_other_numbers_than_the_last():
             self.manual_backward(super().training_step(batch, batch_idx)["loss"])
             self.optimizers(use_pl_optimizer=False).step()
 
-    quiet_trainer(max_epochs=3, limit_train_batches=4, limit_val_batches=0, callbacks=[ExactResume()]).fit(
-        model := Raw()
-    )
-    assert len(set(model.seen)) == 12
+    run(model := Raw(), max_epochs=3)
+    assert len(set(model.seen)) == 18
 
 
 def test_a_trainer_without_the_callback_draws_as_its_user_seeds():
-    model, trainer = Draws(), quiet_trainer(max_epochs=1, limit_train_batches=2, callbacks=[ExactResume()])
-    trainer.fit(model)
+    trainer = run(model := Draws(), max_epochs=1, limit_train_batches=2)
     trainer.callbacks = []
     for epoch in (1, 2):
         trainer.fit_loop.max_epochs = epoch + 1
@@ -95,6 +100,9 @@ class Loader:
 
 
 class Augmented(Draws):
+    def train_dataloader(self):
+        return Loader()
+
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch + random.random() * np.random.rand()
 
@@ -108,39 +116,25 @@ class Augmented(Draws):
 def test_a_resumed_run_augments_its_batches_alike(step, tmp_path):
     """Noise of the data and of a hook, in the middle of an epoch."""
 
-    def run(*callbacks, ckpt_path=None):
+    def seen(*callbacks, ckpt_path=None):
         torch.seed()
-        trainer = quiet_trainer(
-            max_epochs=2,
-            callbacks=[ExactResume(), *callbacks],
-            limit_val_batches=0,
-            enable_checkpointing=bool(callbacks),
-        )
-        trainer.fit(model := Augmented(), Loader(), ckpt_path=ckpt_path)
+        saves = {"enable_checkpointing": bool(callbacks)}
+        run(model := Augmented(), *callbacks, ckpt_path=ckpt_path, max_epochs=2, limit_train_batches=8, **saves)
         return model.seen
 
     folder = tmp_path / str(step)
-    whole = run(CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
-    assert run(ckpt_path=folder / f"step={step}.ckpt") == whole[2 * step :]
+    whole = seen(CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+    assert seen(ckpt_path=folder / f"step={step}.ckpt") == whole[2 * step :]
 
 
-class Places(BoringModel):
-    """Notes where in the run each batch is."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step))
-        return super().training_step(batch, batch_idx)
-
-
-def run(model, ckpt_path=None, **limit):
-    """A run of six batches an epoch."""
-    trainer = quiet_trainer(callbacks=[ExactResume()], limit_train_batches=6, limit_val_batches=0, **limit)
-    trainer.fit(model, ckpt_path=ckpt_path)
-    return trainer
+@contextmanager
+def warned():
+    """The texts of warnings."""
+    messages = []
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in records]
 
 
 @each(
@@ -153,14 +147,13 @@ def run(model, ckpt_path=None, **limit):
     ],
 )
 def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tmp_path):
-    model, whole = Places(), Places()
+    model, whole = Draws(), Draws()
     run(model, **first).save_checkpoint(tmp_path / "last.ckpt")
-    with warnings.catch_warnings(record=True) as records:
-        warnings.simplefilter("always")
-        run(model, tmp_path / "last.ckpt", **then)
+    with warned() as messages:
+        run(model, ckpt_path=tmp_path / "last.ckpt", **then)
     run(whole, **then)
-    assert (model.seen == whole.seen) == (reason is None)
-    messages = [str(warning.message) for warning in records if "its epoch had ended" in str(warning.message)]
+    assert (model.places == whole.places) == (reason is None)
+    messages = [message for message in messages if "its epoch had ended" in message]
     assert len(messages) == (reason is not None) and all(reason in message for message in messages)
 
 
@@ -173,17 +166,14 @@ def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tm
 )
 def test_a_callback_of_epochs_that_resumes_within_one_gets_a_warning(callback, tmp_path):
     folder = tmp_path / type(callback).__name__
-    options = {"limit_train_batches": 6, "limit_val_batches": 0, "max_epochs": 2}
     save = CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    quiet_trainer(callbacks=[ExactResume(), save], enable_checkpointing=True, **options).fit(BoringModel())
+    run(BoringModel(), save, enable_checkpointing=True, max_epochs=2)
     for step, warns in ((3, True), (6, False)):
         checkpoint = torch.load(folder / f"step={step}.ckpt")
-        trainer = quiet_trainer(callbacks=[resume := ExactResume(), callback], **options)
+        trainer = quiet_trainer(callbacks=[resume := ExactResume(), callback], max_epochs=2)
         trainer.state.fn = "fit"
-        with warnings.catch_warnings(record=True) as records:
-            warnings.simplefilter("always")
+        with warned() as messages:
             resume.on_load_checkpoint(trainer, BoringModel(), checkpoint)
-        messages = [str(warning.message) for warning in records]
         assert any("acts at the start of epochs" in message for message in messages) == warns, (step, messages)
 
 

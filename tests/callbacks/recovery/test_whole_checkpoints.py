@@ -41,10 +41,10 @@ def save_directory(path, step=3):
     return path
 
 
-def flip(path, at=0.5):
-    """Changes some bytes of the tensors."""
+def flip(path):
+    """Changes some bytes of the tensors, of which torch says nothing."""
     whole = bytearray(path.read_bytes())
-    middle = int(len(whole) * at)
+    middle = len(whole) // 2
     whole[middle : middle + 4] = bytes(255 - byte for byte in whole[middle : middle + 4])
     path.write_bytes(whole)
 
@@ -85,14 +85,6 @@ def test_each_damage_has_its_words(make, damages, tmp_path):
         path = make(tmp_path / f"{name}.ckpt")
         spoil(path)
         assert (damage(path) or "").startswith(words), f"{name}: {damage(path)}"
-
-
-def test_torch_loads_flipped_bytes_without_a_word(tmp_path):
-    """Or else there would be nothing to look at."""
-    path = save_file(tmp_path / "x.ckpt")
-    whole = torch.load(path, weights_only=False)["state_dict"]["w"]
-    flip(path)
-    assert not torch.equal(torch.load(path, weights_only=False)["state_dict"]["w"], whole)
 
 
 def test_what_has_no_checksum_is_not_called_damaged(tmp_path):

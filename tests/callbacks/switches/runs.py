@@ -1,7 +1,10 @@
 """Runs that switch, and what is in force in each of their steps."""
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from lightning_lowbit import FP4Precision
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, flat, trainer, two_casts
@@ -82,3 +85,72 @@ def fit(*callbacks, model=None, plugin=None, ckpt_path=None, keep=None, **kwargs
     made = trainer(plugin or two_casts(), callbacks=[*callbacks, witness], **{**defaults, **kwargs})
     made.fit(model or Regression(), ckpt_path=ckpt_path)
     return witness
+
+
+def fit_fp4(*callbacks, plugin=None, **kwargs):
+    """Six steps in FP4."""
+    return fit(*callbacks, plugin=plugin or FP4Precision(quantize_output=True), **{"max_steps": 6, **kwargs})
+
+
+class Validated(Regression):
+    """Its validation says what it is told to, once and again the last."""
+
+    def __init__(self, *said, name="val_loss"):
+        super().__init__()
+        self.said, self.name, self.done = said, name, 0
+
+    def validation_step(self, batch, batch_idx):
+        self.log(self.name, self.said[min(self.done, len(self.said) - 1)])
+
+    def on_validation_epoch_end(self):
+        self.done += not self.trainer.sanity_checking
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["done"] = self.done
+
+    def on_load_checkpoint(self, checkpoint):
+        self.done = checkpoint["done"]
+
+
+class Scheduled(Regression):
+    """Notes the learning rate within each step, after which a schedule halves it.
+
+    Args:
+        make: the optimizer.
+    """
+
+    def __init__(self, make=lambda p: torch.optim.Adam(p, 1e-2)):
+        super().__init__()
+        self.make, self.rates = make, []
+
+    def configure_optimizers(self):
+        optimizer = self.make(self.parameters())
+        schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+        def noted():  # the hooks before a step have run
+            loss = closure()
+            self.rates.append(float(optimizer.param_groups[0]["lr"]))
+            return loss
+
+        optimizer.step(closure=noted)
+
+
+class Texts(Validated):
+    """Its batches are 10 token numbers each, from which nothing is learned."""
+
+    def __init__(self):
+        super().__init__(3.0, 2.0, 2.0)
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(640).view(64, 10))
+
+
+def fit_texts(*callbacks, **kwargs):
+    return fit(*callbacks, **{"model": Texts(), **kwargs})
+
+
+def first_step(*callbacks, **kwargs):
+    """The first step in the phase."""
+    return next((step for step, phase, *_ in fit_texts(*callbacks, **kwargs).rows if phase == "qaf"), None)

@@ -57,42 +57,38 @@ def fit(*callbacks, model=None, ckpt_path=None, keep=None, **kwargs):
     """Six steps; the weight decays of each."""
     witness = Witness(keep)
     defaults = {"max_steps": 6, "limit_train_batches": 64}
-    trainer(None, callbacks=[*callbacks, witness], **{**defaults, **kwargs}).fit(
-        model or Decayed(), ckpt_path=ckpt_path
-    )
+    made = trainer(None, callbacks=[*callbacks, witness], **{**defaults, **kwargs})
+    made.fit(model or Decayed(), ckpt_path=ckpt_path)
     return list(witness.decays.values())
 
 
 BEFORE, AFTER = [0.5, 0.25, 0], [0, 0, 0]
 
 
-@pytest.mark.parametrize("switch", [lambda: WeightDecaySwitch(at=0.5), lambda: WeightDecaySwitch(step=3)])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_from_a_step_on(switch, accumulate):
-    assert fit(switch(), accumulate_grad_batches=accumulate) == [BEFORE] * 3 + [AFTER] * 3
+@each("when, accumulate", [({"at": 0.5}, 1), ({"step": 3}, 2)])
+def test_from_a_step_on(when, accumulate):
+    assert fit(WeightDecaySwitch(**when), accumulate_grad_batches=accumulate) == [BEFORE] * 3 + [AFTER] * 3
 
 
-def test_to_another_value_where_there_is_any():
+def test_to_another_value_where_there_is_any_and_back_from_zero():
     assert fit(WeightDecaySwitch(0.125, step=2)) == [BEFORE] * 2 + [[0.125, 0.125, 0]] * 4
-
-
-def test_back_from_zero():
-    found = fit(WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3))
-    assert found == [BEFORE] + [AFTER] * 2 + [[0.125, 0.125, 0]] * 3
-
-
-def test_back_from_zero_after_a_resume():
     switches = [WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3)]
-    fit(*switches, keep="trained")
+    assert fit(*switches, keep="trained") == [BEFORE] + [AFTER] * 2 + [[0.125, 0.125, 0]] * 3
     assert fit(*switches, ckpt_path="2.ckpt") == [AFTER] + [[0.125, 0.125, 0]] * 3
 
 
 def test_no_weight_decay_to_change():
-    model = Decayed(lambda groups: torch.optim.SGD([{**group, "weight_decay": 0} for group in groups], lr=0.1))
-    with pytest.raises(
-        MisconfigurationException, match="here it is 0 for all parameters. Give the optimizer a weight decay"
-    ):
-        fit(WeightDecaySwitch(step=1), model=model)
+    class Without(Manual):
+        def configure_optimizers(self):
+            return [super().configure_optimizers()[0], torch.optim.LBFGS(self.head.parameters())]
+
+    none = Decayed(lambda groups: torch.optim.SGD([{**group, "weight_decay": 0} for group in groups], lr=0.1))
+    for model, message in [
+        (none, "here it is 0 for all parameters. Give the optimizer a weight decay"),
+        (Without(), "WeightDecaySwitch needs optimizers with weight decay, and LBFGS has none.* such as AdamW"),
+    ]:
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(WeightDecaySwitch(step=1), model=model)
 
 
 def test_says_so(caplog):
@@ -119,7 +115,7 @@ def test_goes_with_a_switch_of_something_else():
     assert plugin.blend == 0.5, "a switch of the weight decay ends that of the precision"
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, StableSPAM])
+@each("make", [torch.optim.AdamW, StableSPAM])
 def test_weights_decay_no_more(make):
     """With zero gradients nothing else moves them."""
 
@@ -130,15 +126,14 @@ def test_weights_decay_no_more(make):
 
         def training_step(self, batch, batch_idx):
             weights = self.first.weight, self.mlp.up_proj.weight, self.head.weight
-            self.sizes.append([weight.norm().item() for weight in weights])
+            self.sizes.append(torch.stack([weight.norm() for weight in weights]))
             return 0 * sum(p.sum() for p in self.parameters())
 
     model = Still()
     fit(WeightDecaySwitch(step=2), model=model, max_steps=5)
-    first, up, head = zip(*model.sizes, strict=True)
-    expected = [[1, 0.75, 0.5625, 0.5625, 0.5625], [1, 0.875, 0.765625, 0.765625, 0.765625], [1.0] * 5]
-    for sizes, factors in zip((first, up, head), expected, strict=True):
-        assert [size / sizes[0] for size in sizes] == pytest.approx(factors)
+    factors = torch.stack(model.sizes) / model.sizes[0]
+    expected = [[1, 1, 1], [0.75, 0.875, 1], *[[0.5625, 0.765625, 1]] * 3]
+    torch.testing.assert_close(factors.detach(), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one():
@@ -173,16 +168,6 @@ def test_a_group_that_joins_switches_too(joins, expected):
     decays = fit(Joins(), WeightDecaySwitch(step=3))
     assert decays[joins] == expected
     assert decays[-1] == AFTER + [0]
-
-
-def test_one_of_two_optimizers_without_weight_decay():
-    class Without(Manual):
-        def configure_optimizers(self):
-            return [super().configure_optimizers()[0], torch.optim.LBFGS(self.head.parameters())]
-
-    message = "WeightDecaySwitch needs optimizers with weight decay, and LBFGS has none.* such as AdamW"
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(WeightDecaySwitch(step=9), model=Without())
 
 
 def test_groups_without_weight_decay_are_left_alone():

@@ -1,10 +1,12 @@
 """Runs with planted spikes and NaN, and how they go on."""
 
 import math
+from copy import deepcopy
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import SpikeRollback
@@ -12,8 +14,6 @@ from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
 from tests.lightning_imports import LightningModule, quiet_trainer
 
 BAD = 11
-
-
 # A snapshot before step 8, and step 12 is taken before the loss of 11 is read.
 KEPT = [*range(8), *range(13, 20)]
 
@@ -61,10 +61,7 @@ class Scripted(LightningModule):
             torch.manual_seed(3)
             self.body = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
         self.numbers, self.bad, self.optimizer, self.scheduler = list(numbers), dict(bad or {}), optimizer, scheduler
-        self.losses = []
-        self.phases = []
-        self.made = None
-        self.end = None
+        self.losses, self.phases, self.made, self.end = [], [], None, None
 
     def training_step(self, batch, batch_idx):
         number = self.numbers[self.trainer.fit_loop.epoch_loop.total_batch_idx]
@@ -96,13 +93,7 @@ class Scripted(LightningModule):
 
     def everything(self):
         """Copies of weights, buffers and optimizer state."""
-        weights = {name: value.clone() for name, value in self.state_dict().items()}
-        state = [{name: _clone(value) for name, value in kept.items()} for kept in self.made.state.values()]
-        return weights, state
-
-
-def _clone(value):
-    return value.clone() if isinstance(value, Tensor) else value
+        return deepcopy((self.state_dict(), [*self.made.state.values()]))
 
 
 def rollback(**kwargs):
@@ -116,14 +107,29 @@ def trainer(*callbacks, plugin=None, **kwargs):
     return quiet_trainer(callbacks=list(callbacks), plugins=plugins, **{**defaults, **kwargs})
 
 
-def fit(model, *callbacks, **kwargs):
-    trainer(*callbacks, **kwargs).fit(model)
+def fit(model, *callbacks, ckpt_path=None, **kwargs):
+    trainer(*callbacks, **kwargs).fit(model, ckpt_path=ckpt_path)
     return model
+
+
+RESTORED = "^SpikeRollback((?!Not restored).)*$"  # the warning, of all copies of weights
+
+
+def rolled_back(*callbacks, model=None, says="SpikeRollback", **kwargs):
+    """Twenty steps, or a model's, that warn of a rollback: after a NaN in the loss of step 11, or a model's."""
+    with pytest.warns(UserWarning, match=says):
+        return fit(model or Scripted(range(20), {BAD: "nan"}), *callbacks, **kwargs)
 
 
 def steps(callback):
     """(at which step, whose loss, where to) of each rollback."""
     return [tuple(one[name] for name in ("step", "spike", "to")) for one in callback.state_dict()["rollbacks"]]
+
+
+def assert_undone(model, kept=KEPT):
+    """The run ended as the one of the batches that are kept."""
+    clean = fit(Scripted(kept, optimizer=model.optimizer))
+    assert_same(model.end, clean.end, "not the run without these batches")
 
 
 def assert_same(found, wanted, what):

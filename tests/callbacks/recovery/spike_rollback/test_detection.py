@@ -1,24 +1,36 @@
-"""What a spike is, and after how many the rollback gives up."""
+"""What a spike is, after how many the rollback gives up, and what is said of them."""
 
 import math
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import SpikeRollback
-from tests.callbacks.recovery.spike_rollback.runs import BAD, KEPT, Scripted, assert_same, fit, rollback, steps, trainer
-from tests.lightning_imports import BoringModel
+from lightning_lowbit import RunReport, SpikeRollback
+from tests.callbacks.recovery.spike_rollback.runs import (
+    BAD,
+    KEPT,
+    Scripted,
+    assert_same,
+    fit,
+    rollback,
+    rolled_back,
+    steps,
+    trainer,
+)
+from tests.curves import event_curves
+from tests.lightning_imports import BoringModel, TensorBoardLogger
 
 
 def test_only_what_is_not_finite_counts_before_it_is_armed():
     callback = rollback(warmup_steps=12)
     fit(Scripted(range(20), {BAD: "spike"}, "AdamW"), callback)
     assert steps(callback) == []
-    with pytest.warns(UserWarning, match="SpikeRollback"):
-        fit(Scripted(range(20), {BAD: "nan"}, "AdamW"), callback)
+    rolled_back(callback)
     assert steps(callback) == [(13, 11, 8)]
 
 
@@ -37,13 +49,18 @@ class Losses(BoringModel):
         return DataLoader(torch.randn(len(self.losses), 32))
 
 
-def is_spike(*losses, accumulate=1, **kwargs):
-    callback = rollback(**{"warmup_steps": 2, **kwargs})
+def judged(losses, accumulate=1, **kwargs):
+    """A callback that has judged these losses."""
+    callback = rollback(**kwargs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SpikeRollback")
         warnings.filterwarnings("ignore", "`training_step` returned `None`")
         trainer(callback, limit_val_batches=0, accumulate_grad_batches=accumulate).fit(Losses(losses))
-    return bool(steps(callback))
+    return callback
+
+
+def is_spike(*losses, **kwargs):
+    return bool(steps(judged(losses, warmup_steps=2, **kwargs)))
 
 
 def test_the_rule():
@@ -70,25 +87,18 @@ def test_the_loss_is_the_mean_over_micro_batches():
     assert not is_spike(*steady, 1.11, 3.11, accumulate=2)
     assert not is_spike(*steady, math.nan, 2.11, accumulate=2), "a micro-batch without a loss was counted"
     assert not is_spike(*steady, math.nan, math.nan, accumulate=2), "no loss is no spike"
-    callback = rollback()
-    trainer(callback, limit_val_batches=0, accumulate_grad_batches=2).fit(Losses([1, 3, 4, 5, 6]))
-    assert callback.state_dict()["good"] == [2, 4.5, 6]
+    assert judged([1, 3, 4, 5, 6], accumulate=2).state_dict()["good"] == [2, 4.5, 6]
 
 
 def test_goes_back_between_steps_with_micro_batches():
-    callback = rollback()
-    with pytest.warns(UserWarning, match="The loss of step 11 .* continues with the weights of step 8"):
-        model = fit(Scripted(range(40), {2 * BAD: "spike"}), callback, accumulate_grad_batches=2)
+    model = rolled_back(
+        rollback(),
+        model=Scripted(range(40), {2 * BAD: "spike"}),
+        says="The loss of step 11 .* continues with the weights of step 8",
+        accumulate_grad_batches=2,
+    )
     kept = [2 * step + half for step in KEPT for half in (0, 1)]
     assert_same(model.end, fit(Scripted(kept), accumulate_grad_batches=2).end, "not the run without these batches")
-
-
-@pytest.mark.parametrize("at", [18, 19])
-def test_the_last_steps_are_judged_too(at):
-    callback = rollback()
-    with pytest.warns(UserWarning, match=f"The loss of step {at} .* weights of step 16"):
-        model = fit(Scripted(range(20), {at: "spike"}), callback)
-    assert_same(model.end, fit(Scripted(range(16))).end, "the run ends with a bad update")
 
 
 def test_validates_what_has_been_judged():
@@ -102,22 +112,22 @@ def test_validates_what_has_been_judged():
 
     model = Validated(range(12), {BAD: "spike"})
     model.validated = []
-    with pytest.warns(UserWarning, match="The loss of step 11 .* Step 12 continues with the weights of step 8"):
-        fit(model, rollback(), val_check_interval=4)
+    rolled_back(callback := rollback(), model=model, val_check_interval=4)
+    assert steps(callback) == [(12, 11, 8)]
     assert len(model.validated) == 3
     assert_same(model.validated[-1], fit(Scripted(range(8))).end, "the bad update was validated")
 
 
 def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one():
     """A number of a tensor is what a device has to be waited for. The one that is read is older than a step."""
-    judged = []
+    read = []
 
     class Watched(SpikeRollback):
         def on_train_batch_start(self, run, *args):
             before = [one.step for one in self._losses.pending]
             super().on_train_batch_start(run, *args)
             after = [one.step for one in self._losses.pending]
-            judged.extend((run.global_step, step) for step in before if step not in after)
+            read.extend((run.global_step, step) for step in before if step not in after)
 
         def on_train_batch_end(self, *args):
             class Refuse(TorchDispatchMode):
@@ -129,7 +139,7 @@ def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one():
                 super().on_train_batch_end(*args)
 
     fit(Scripted(range(10)), Watched(warmup_steps=2))
-    assert judged == [(step, step - 2) for step in range(2, 10)]
+    assert read == [(step, step - 2) for step in range(2, 10)]
 
 
 @pytest.mark.parametrize("within", [1, 1000])
@@ -145,29 +155,45 @@ def test_gives_up_without_progress(within):
 @pytest.mark.parametrize(("within", "gives_up"), [(16, False), (17, True)])
 def test_gives_up_within_a_window_only(within, gives_up):
     """Spikes at 8 and 24, and with them rollbacks at 10 and 26, from different snapshots."""
-    model = Scripted(range(40), {8: "nan", 24: "nan"})
-    with pytest.warns(UserWarning, match="SpikeRollback"):
-        if gives_up:
-            with pytest.raises(RuntimeError, match="max_rollbacks=1"):
-                fit(model, rollback(max_rollbacks=1, within=within))
-        else:
-            fit(model, rollback(max_rollbacks=1, within=within))
+    told = pytest.raises(RuntimeError, match="max_rollbacks=1") if gives_up else nullcontext()
+    with told:
+        rolled_back(rollback(max_rollbacks=1, within=within), model=Scripted(range(40), {8: "nan", 24: "nan"}))
 
 
 def test_a_run_that_has_converged_goes_on():
     """Near 0 every loss is many times the mean; those that are not small have gone back as often as they may."""
     start, settled = [1.0, 1.1, 0.9, 1.0], [1e-6 * (1 + i % 3) for i in range(8)]
-    callback = rollback(history=4, max_rollbacks=2)
-    losses = [*start, *settled, 3e-5, *settled, 2e-4, *settled]
-    trainer(callback, limit_val_batches=0).fit(Losses(losses))
-    assert steps(callback) == []
+    limits = {"history": 4, "max_rollbacks": 2}
+    assert steps(judged([*start, *settled, 3e-5, *settled, 2e-4, *settled], **limits)) == []
+    rollbacks = judged([*start, *[*settled, 0.05] * 6], **limits).state_dict()["rollbacks"]
+    assert [round(one["loss"], 6) for one in rollbacks] == [0.05] * 2, "it goes on, far below its first losses"
+    with pytest.raises(RuntimeError, match="no batch that is to"):
+        judged([*start, *[*settled, 0.5] * 6], **limits)
 
-    callback = rollback(history=4, max_rollbacks=2)
-    losses = [*start, *(loss for _ in range(6) for loss in (*settled, 0.05))]
-    with pytest.warns(UserWarning, match=r"The loss of step \d+ is 0.05"):
-        trainer(callback, limit_val_batches=0).fit(Losses(losses))
-    assert len(steps(callback)) == 2, "the run goes on with losses that are far below its first ones"
 
-    losses = [*start, *(loss for _ in range(6) for loss in (*settled, 0.5))]
-    with pytest.warns(UserWarning, match="SpikeRollback"), pytest.raises(RuntimeError, match="no batch that is to"):
-        trainer(rollback(history=4, max_rollbacks=2), limit_val_batches=0).fit(Losses(losses))
+def test_logged():
+    run = trainer(rollback(), logger=TensorBoardLogger("."))
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        run.fit(model := Scripted(range(20), {BAD: "nan"}))
+    curves = event_curves(run, lambda name: name.startswith("spike_rollback/"), first=0)
+    assert {step: row["spike_rollback/rollbacks"] for step, row in curves.items()} == {
+        step: float(step >= 13) for step in range(20)
+    }
+    assert [step for step, row in curves.items() if "spike_rollback/mean" in row] == list(range(5, 20)), (
+        "after four good losses, the last of which is read in step 5"
+    )
+    for step in (5, 12, 13):
+        good = torch.tensor(model.losses[: min(step - 1, 11)], dtype=torch.float64)
+        mean, limit = float(good.mean()), float(good.mean() + 6 * good.std(correction=0))
+        assert curves[step]["spike_rollback/mean"] == pytest.approx(mean, rel=1e-6)
+        assert curves[step]["spike_rollback/limit"] == pytest.approx(limit, rel=1e-6)
+
+
+def test_reported():
+    rolled_back(RunReport(), rollback())
+    page = Path("report.html").read_text()
+    assert "Spikes" in page
+    assert "Rollbacks: 1." in page
+    assert f'<td class="number">{BAD + 1}</td>' in page, "charts count the first step as 1"
+    fit(Scripted(range(4)), RunReport(), rollback())
+    assert "No loss spiked." in Path("version_1/report.html").read_text()

@@ -1,6 +1,5 @@
 """Where a rollback ends: the run without the bad batches; which snapshot is taken."""
 
-import warnings
 from itertools import pairwise
 
 import pytest
@@ -13,10 +12,13 @@ from tests.callbacks.recovery.spike_rollback.runs import (
     BAD,
     KEPT,
     OPTIMIZERS,
+    RESTORED,
     Scripted,
     assert_same,
+    assert_undone,
     fit,
     rollback,
+    rolled_back,
     steps,
     trainer,
 )
@@ -29,13 +31,9 @@ from tests.tables import each
 @pytest.mark.parametrize("kind", ["spike", "nan"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ends_as_the_run_that_never_saw_the_batches(optimizer, kind, device):
-    callback = rollback(device=device)
-    with pytest.warns(
-        UserWarning, match="SpikeRollback: The loss of step 11 is .* continues with the weights of step 8"
-    ):
-        model = fit(Scripted(range(20), {BAD: kind}, optimizer), callback)
+    callback, model = rollback(device=device), Scripted(range(20), {BAD: kind}, optimizer)
+    assert_undone(rolled_back(callback, model=model))
     assert steps(callback) == [(13, 11, 8)]
-    assert_same(model.end, fit(Scripted(KEPT, optimizer=optimizer)).end, "not the run without these batches")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -44,15 +42,6 @@ def test_without_a_spike_nothing_changes(optimizer):
     found = fit(Scripted(range(20), optimizer=optimizer), callback)
     assert steps(callback) == []
     assert_same(found.end, fit(Scripted(range(20), optimizer=optimizer)).end, "watching changed the run")
-
-
-def test_a_state_that_appeared_since_goes():
-    """To the very beginning, before which an optimizer has none."""
-    callback = rollback()
-    with pytest.warns(UserWarning, match="weights of step 0"):
-        model = fit(Scripted(range(10), {1: "nan"}, "AdamW"), callback)
-    assert steps(callback) == [(3, 1, 0)]
-    assert_same(model.end, fit(Scripted(range(3, 10), optimizer="AdamW")).end, "something was left")
 
 
 def test_objects_stay():
@@ -67,36 +56,32 @@ def test_objects_stay():
             self.seen.append([value.data_ptr() for value in (*module.parameters(), *state)])
 
     addresses = Addresses()
-    with pytest.warns(UserWarning, match="SpikeRollback"):
-        fit(Scripted(range(20), {BAD: "spike"}, "AdamW"), rollback(), addresses)
+    rolled_back(rollback(), addresses, model=Scripted(range(20), {BAD: "spike"}, "AdamW"))
     assert all(a == b for a, b in pairwise(addresses.seen)), "a tensor was replaced"
 
 
-def test_a_snapshot_with_the_bad_update_is_not_gone_back_to():
-    """The update of step 8 is bad and its loss is not; the snapshot of step 9 holds it, which only the loss of 9 tells
-    of."""
-    callback = rollback(every_n_steps=3)
-    with pytest.warns(UserWarning, match="The loss of step 9 .* weights of step 6"):
-        model = fit(Scripted(range(20), {8: "late"}), callback)
-    assert steps(callback) == [(11, 9, 6)]
-    assert_same(model.end, fit(Scripted([*range(6), *range(11, 20)])).end, "not the run without these batches")
+@each("optimizer, settings, bad, rollbacks, kept", [
+    # To the very beginning, before which an optimizer has no state.
+    ("AdamW", {}, {1: "nan"}, [(3, 1, 0)], range(3, 20)),
+    # The update of step 8 is bad and its loss is not; the snapshot of step 9 holds it, of which the loss of 9 tells.
+    ("SGD", {"every_n_steps": 3}, {8: "late"}, [(11, 9, 6)], [*range(6), *range(11, 20)]),
+    # The snapshot of step 12 holds the update of step 11; after the rollback losses are good again, until step 15.
+    ("SGD", {}, {11: "spike", 15: "spike"}, [(13, 11, 8), (17, 15, 8)], [*range(8), *range(17, 20)]),
+    # The last steps are judged, too.
+    ("SGD", {}, {18: "spike"}, [(20, 18, 16)], range(16)),
+    ("SGD", {}, {19: "spike"}, [(20, 19, 16)], range(16)),
+])  # fmt: skip
+def test_nothing_of_a_bad_update_is_left(optimizer, settings, bad, rollbacks, kept):
+    callback = rollback(**settings)
+    assert_undone(rolled_back(callback, model=Scripted(range(20), bad, optimizer)), kept)
+    assert steps(callback) == rollbacks
 
 
-def test_a_candidate_with_the_bad_update_does_not_prove_good_later():
-    """The snapshot of step 12 holds the update of step 11; after the rollback losses are good again, until step 15."""
-    callback = rollback()
-    with pytest.warns(UserWarning, match="SpikeRollback"):
-        model = fit(Scripted(range(20), {11: "spike", 15: "spike"}), callback)
-    assert steps(callback) == [(13, 11, 8), (17, 15, 8)]
-    assert_same(model.end, fit(Scripted([*range(8), *range(17, 20)])).end, "not the run without these batches")
-
-
-@pytest.mark.parametrize(("good_for", "to"), [(0, 8), (2, 8), (3, 8), (4, 0), (7, 0)])
+@each("good_for, to", [(0, 8), (2, 8), (3, 8), (4, 0), (7, 0)])
 def test_a_snapshot_proves_good(good_for, to):
     """Of the snapshot of step 8, where the losses of 8, 9 and 10 are good and that of 11 is not. That of 0 precedes."""
-    callback = rollback(good_for=good_for, every_n_steps=8)
-    with pytest.warns(UserWarning, match=f"weights of step {to}"):
-        fit(Scripted(range(20), {BAD: "nan"}), callback)
+    rolled_back(callback := rollback(good_for=good_for, every_n_steps=8))
+    assert steps(callback) == [(13, 11, to)]
 
 
 def scaled():
@@ -111,16 +96,15 @@ PLUGINS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:SpikeRollback")
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin):
     """Random bits differ, of which these casts have none: they round to nearest."""
     ends = []
-    for numbers, callbacks in ((range(20), [rollback()]), (KEPT, [])):
-        used = plugin()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "SpikeRollback")
-            run = trainer(*callbacks, plugin=used)
-            run.fit(model := Scripted(numbers, {BAD: "spike"}, "AdamW"))
+    for numbers in (range(20), KEPT):
+        used, model = plugin(), Scripted(numbers, {BAD: "spike"}, "AdamW")
+        run = trainer(*([rollback()] if numbers != KEPT else []), plugin=used)
+        run.fit(model)
         assert run.global_step == len(numbers)
         assert getattr(used, "step", run.global_step) == run.global_step, "the plugin's step went back"
         histories = used.histories.state_dict() if isinstance(used, LowBitPrecision) else {}
@@ -133,12 +117,12 @@ def test_what_an_optimizer_keeps_in_its_groups_goes_back_and_what_is_scheduled_s
         def on_train_batch_end(self, run, module, *_):
             group = module.made.param_groups[0]
             group["k"] = group.get("k", 0) + 1
-            group["weight_decay"] = run.global_step / 1000
+            if run.global_step == 10:  # after the snapshot
+                group["weight_decay"] = 0.5
 
-    with pytest.warns(UserWarning, match="SpikeRollback"):
-        model = fit(Scripted(range(20), {BAD: "nan"}), rollback(), Counts())
-    assert model.made.param_groups[0]["k"] == 15, "20 steps, of which five were undone"
-    assert model.made.param_groups[0]["weight_decay"] == 0.02
+    (group,) = rolled_back(rollback(), Counts()).made.param_groups
+    assert group["k"] == 15, "20 steps, of which five were undone"
+    assert group["weight_decay"] == 0.5
 
 
 class Grows(Scripted):
@@ -160,9 +144,8 @@ class Grows(Scripted):
 @each("joins", [6, 9, BAD])
 def test_a_layer_that_joins_goes_back_too(joins):
     """To the snapshot of step 8 or, where it has joined since, to how it joined."""
-    with pytest.warns(UserWarning, match="weights of step 8") as warned:
-        model = fit(Grows(range(20), {BAD: "nan"}, joins=joins), rollback())
-    assert "Not restored" not in str(warned[-1].message)
+    model = rolled_back(callback := rollback(), model=Grows(range(20), {BAD: "nan"}, joins=joins), says=RESTORED)
+    assert steps(callback)[0][2] == 8
     assert all(value.isfinite().all() for value in model.state_dict().values())
     if joins < 8:
         assert_same(model.end, fit(Grows(KEPT, joins=joins)).end, "not the run without these batches")
@@ -183,7 +166,7 @@ def test_a_buffer_of_another_shape_is_named_and_left():
                 self.cache = torch.ones(8)
                 self.register_buffer("another", torch.ones(2), persistent=False)
 
-    with pytest.warns(UserWarning, match="Not restored: buffer cache, buffer another, which step 8 did not have so"):
-        model = fit(Cached(range(20), {BAD: "nan"}), rollback())
+    says = "Not restored: buffer cache, buffer another, which step 8 did not have so"
+    model = rolled_back(rollback(), model=Cached(range(20), {BAD: "nan"}), says=says)
     assert torch.equal(model.cache, torch.ones(8)) and torch.equal(model.another, torch.ones(2))
-    assert_same(model.end, fit(Scripted(KEPT)).end, "not the run without these batches")
+    assert_undone(model)

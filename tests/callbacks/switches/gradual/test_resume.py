@@ -1,26 +1,27 @@
-"""Gradual switches after a resume, in logs and in compiled code; their arguments."""
+"""Gradual switches after a resume, in logs and in compiled code."""
 
-import csv
+from copy import deepcopy
+from math import inf
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
-from tests.callbacks.switches.gradual.runs import INF, Validated, blends
-from tests.callbacks.switches.runs import RESUMES, fit
-from tests.lightning_imports import BoringModel, CSVLogger, MisconfigurationException
-from tests.precision.regression_model import Regression, state
+from tests.callbacks.switches.runs import RESUMES, Validated, fit
+from tests.curves import csv_curves
+from tests.lightning_imports import BoringModel, CSVLogger
+from tests.precision.regression_model import Regression, state, two_casts
 
 pytestmark = RESUMES
 
 
-def assert_resumes(make, at, keep, **kwargs):
+def assert_resumes(switches, at, keep, **kwargs):
     """From the checkpoint after each of these steps a run goes on as the uninterrupted one does."""
 
     def run(**how):
-        plugin = FP4Precision(quantize_output=True)
-        return fit(*make(), model=Validated(3, 2, 2), plugin=plugin, **how, **kwargs), state(plugin)
+        plugin = two_casts()
+        return fit(*deepcopy(switches), model=Validated(3, 2, 2), plugin=plugin, **how, **kwargs), state(plugin)
 
     whole, plugin = run(keep=keep)
     for step in at:
@@ -34,11 +35,8 @@ def assert_resumes(make, at, keep, **kwargs):
 
 def test_a_resumed_run_goes_on_with_the_switch():
     """Before its begin, at it, in the middle, before its end, at it and after it."""
-
-    def make():
-        return [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
-
-    assert_resumes(make, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
+    switches = [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
+    assert_resumes(switches, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize(("keep", "at"), [("trained", [3, 7, 9, 11]), ("validated", [2, 6, 8, 10])])
@@ -47,26 +45,21 @@ def test_a_resumed_run_remembers_the_plateau(keep, at):
 
     (Of a checkpoint between a step and the validation that follows it, Lightning leaves this validation out.)
     """
-
-    def make():
-        return [PrecisionSwitch("qaf", plateau={"patience": 2}, over=0.25)]
-
-    assert_resumes(make, at, keep, val_check_interval=2, limit_val_batches=1, max_steps=12)
+    switch = PrecisionSwitch("qaf", plateau={"patience": 2}, over=0.25)
+    assert_resumes([switch], at, keep, val_check_interval=2, limit_val_batches=1, max_steps=12)
     saved = (torch.load(f"{step}.ckpt", weights_only=True)["lightning_lowbit_switches"] for step in at[1:3])
     (before,), (after,) = (states.values() for states in saved)
-    assert before == {"due": INF, "best": 2.0, "stalled": 1}
+    assert before == {"due": inf, "best": 2.0, "stalled": 1}
     record = after.pop("record", {})  # there in the checkpoint of a later step only
     is_set = after.pop("set", 8)  # likewise
     assert after == {"due": 8, "best": 2.0, "stalled": 2}
     assert record.get("step", 8) == is_set == 8
 
 
-def logged(name, *callbacks, **kwargs):
-    """The metric, with the step of each row."""
-    logger = CSVLogger("logs")
-    fit(*callbacks, logger=logger, **kwargs)
-    with open(logger.experiment.metrics_file_path, newline="") as file:
-        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+def logged(*callbacks, **kwargs):
+    """λ, by the step of each row."""
+    fit(*callbacks, logger=CSVLogger("logs"), model=(model := kwargs.pop("model", Regression())), **kwargs)
+    return {step: row["blend"] for step, row in csv_curves(model.trainer, "blend".__eq__).items()}
 
 
 def test_lambda_is_logged_as_often_as_the_logger_takes_it():
@@ -80,19 +73,16 @@ def test_lambda_is_logged_as_often_as_the_logger_takes_it():
 
     asked = []
     kwargs = {"max_steps": 16, "limit_train_batches": 24, "accumulate_grad_batches": 2, "log_every_n_steps": 3}
-    found = logged("blend", PrecisionSwitch("fqt", step=1, steps=8), model=Asked(), **kwargs)
+    found = logged(PrecisionSwitch("fqt", step=1, steps=8), model=Asked(), **kwargs)
     assert asked == [2, 5, 8, 9], "where the logger takes it, and at the end"
-    assert found == [(2, 0.125), (5, 0.5), (8, 0.875), (11, 1.0)], "the next epoch begins at step 12"
+    assert found == {2: 0.125, 5: 0.5, 8: 0.875, 11: 1.0}, "the next epoch begins at step 12"
 
 
-def test_a_sudden_switch_ends_the_log_of_another():
+def test_a_sudden_switch_ends_the_log_of_another_and_has_none_of_its_own():
     switches = [PrecisionSwitch("fqt", step=0, steps=4), QAFSwitch(step=2)]
-    found = logged("blend", *switches, log_every_n_steps=1, limit_train_batches=4)
-    assert found == [(0, 0.0), (1, 0.25), (2, 1.0), (3, 1.0)]  # Lightning repeats a value until the epoch ends
-
-
-def test_without_progressive_quantization_no_lambda_is_logged():
-    assert logged("blend", QAFSwitch(step=2), log_every_n_steps=1) == []
+    found = logged(*switches, log_every_n_steps=1, limit_train_batches=4)
+    assert found == {0: 0.0, 1: 0.25, 2: 1.0, 3: 1.0}  # Lightning repeats a value until the epoch ends
+    assert logged(QAFSwitch(step=2), log_every_n_steps=1) == {}
 
 
 @pytest.mark.slow
@@ -111,31 +101,19 @@ def test_no_recompilation_while_lambda_changes():
 
     counters.clear()
     torch._dynamo.reset()
-    found = blends(PrecisionSwitch("fqt", step=1, steps=5), model=Compiled())
-    assert found == pytest.approx([1, 0, 0.2, 0.4, 0.6, 0.8, 1, 1])
+    found = fit(PrecisionSwitch("fqt", step=1, steps=5), model=Compiled(), plugin=FP4Precision(quantize_output=True))
+    assert found.blends == pytest.approx([1, 0, 0.2, 0.4, 0.6, 0.8, 1, 1])
     assert counters["stats"]["unique_graphs"] == 2, "one graph for all λ below 1, and one for all the way"
     assert not counters["graph_break"], dict(counters["graph_break"])
 
 
-def test_a_run_that_ends_in_the_middle_says_so():
+def test_a_run_that_ends_in_the_middle_says_so_and_so_does_one_that_resumes_there_without_its_switch():
     with pytest.warns(UserWarning, match=r"Training ended at λ = 0.4: .* Shorten the gradual switch, or train for lon"):
-        fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7)
-
-
-def test_a_resumed_run_without_its_switch_says_so():
-    fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7, keep="trained")
-    with pytest.warns(
-        UserWarning, match=r"is at λ = 0.4, .* none of its callbacks continues: .* plugin.set_blend\(1.0\)"
-    ):
+        fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7, keep="trained")
+    words = r"is at λ = 0.4, .* none of its callbacks continues: .* plugin.set_blend\(1.0\)"
+    with pytest.warns(UserWarning, match=words):
         resumed = fit(PrecisionSwitch("fqt", step=100), ckpt_path="7.ckpt")
     assert resumed.blends == pytest.approx([0.4])
-
-
-def test_a_share_of_an_endless_run():
-    switch = PrecisionSwitch("fqt", step=2, over=0.1)
-    message = r"PrecisionSwitch\(over=0.1\) is a fraction of all optimizer steps, .* or give steps instead"
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(switch, max_steps=-1, max_epochs=-1)
 
 
 @pytest.mark.parametrize("plateau", [None, {"patience": 1}])
@@ -145,11 +123,5 @@ def test_a_switch_may_be_given_twice(plateau):
     runs = []
     for times in (1, 2):
         switches = [PrecisionSwitch("fqt", steps=3, **when) for _ in range(times)]
-        runs.append(blends(*switches, model=Validated(1), val_check_interval=2, limit_val_batches=1))
+        runs.append(fit(*switches, model=Validated(1), val_check_interval=2, limit_val_batches=1).blends)
     assert runs[0] == runs[1] and 0 in runs[0]
-
-
-def test_switches_of_one_kind_have_states_of_their_own():
-    changes = [{}, {"to": "qaf"}, {"plateau": {"patience": 3}}, {"plateau": {"monitor": "other"}}]
-    keys = {PrecisionSwitch(**{"to": "fqt", "plateau": {}, "steps": 4, **change}).state_key for change in changes}
-    assert len(keys) == len(changes)

@@ -6,27 +6,19 @@ import torch
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.precision import SCHEDULES
 from lightning_lowbit.precision.layers import RunLayers
-from tests.callbacks.switches.gradual.runs import blends
 from tests.callbacks.switches.runs import RESUMES, fit
 from tests.lightning_imports import Callback
-from tests.precision.regression_model import Regression
+from tests.precision.regression_model import Regression, two_casts
+from tests.tables import each
 
 pytestmark = RESUMES
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize(
-    "switch",
-    [
-        lambda: PrecisionSwitch("fqt", at=0.25, over=0.5),
-        lambda: PrecisionSwitch("fqt", step=2, steps=4),
-        lambda: PrecisionSwitch("fqt", at=0.25, steps=4),
-    ],
-)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_rises_step_by_step(switch, accumulate):
-    found = blends(switch(), accumulate_grad_batches=accumulate)
-    assert found == [1, 1, 0, 0.25, 0.5, 0.75, 1, 1]
+@each("accumulate", [1, 3])
+@each("when", [{"at": 0.25, "over": 0.5}, {"step": 2, "steps": 4}, {"at": 0.25, "steps": 4}])
+def test_rises_step_by_step(when, accumulate):
+    seen = fit(PrecisionSwitch("fqt", **when), accumulate_grad_batches=accumulate)
+    assert seen.blends == [1, 1, 0, 0.25, 0.5, 0.75, 1, 1]
 
 
 def test_lambda_is_set_once_a_step(monkeypatch):
@@ -37,16 +29,16 @@ def test_lambda_is_set_once_a_step(monkeypatch):
     assert values == [1, 0, 0.25, 0.5, 0.75, 1], "once by the plugin, then at each step of the switch"
 
 
-@pytest.mark.parametrize("phase", ["qaf", "hp-forward"])
+@each("phase", ["qaf", "hp-forward"])
 def test_to_another_phase(phase):
     seen = fit(PrecisionSwitch(phase, step=2, steps=2))
     assert seen.phases == ["fqt"] * 2 + [phase] * 6
     assert seen.blends == [1, 1, 0, 0.5, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("over", "expected"), [(0.01, [0, 1, 1, 1]), (0.99, [0, 0.125, 0.25, 0.375])])
+@each("over, expected", [(0.01, [0, 1, 1, 1]), (0.99, [0, 0.125, 0.25, 0.375])])
 def test_takes_one_step_at_least_and_the_run_at_most(over, expected):
-    assert blends(PrecisionSwitch("fqt", at=0, over=over))[:4] == expected
+    assert fit(PrecisionSwitch("fqt", at=0, over=over)).blends[:4] == expected
 
 
 def test_what_is_trained_with_is_blended():
@@ -68,15 +60,8 @@ def test_what_is_trained_with_is_blended():
     assert blended[2] == quantized[2] != hp[2]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_rise_from_0_to_1(schedule):
-    values = [SCHEDULES[schedule](i / 1000) for i in range(1001)]
-    assert (values[0], values[-1]) == (0, 1), "not exactly 0 and 1 at its ends"
-    assert all(a <= b for a, b in zip(values, values[1:], strict=False)), "it falls"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
+@each(
+    "schedule, expected",
     [
         ("linear", [0, 0.25, 0.5, 0.75, 1]),
         ("cosine", [0, 0.1464466, 0.5, 0.8535534, 1]),
@@ -84,12 +69,15 @@ def test_schedules_rise_from_0_to_1(schedule):
         ("delayed", [0, 0, 0, 0.5, 1]),
     ],
 )
-def test_schedules_of_a_run(schedule, expected):
-    found = blends(PrecisionSwitch("fqt", step=1, steps=4, schedule=schedule))
-    assert found == pytest.approx([1, *expected, 1, 1], abs=1e-6)
+def test_schedules_rise_from_0_to_1(schedule, expected):
+    seen = fit(PrecisionSwitch("fqt", step=1, steps=4, schedule=schedule))
+    assert seen.blends == pytest.approx([1, *expected, 1, 1], abs=1e-6)
+    assert (seen.blends[1], seen.blends[5]) == (0, 1), "not exactly 0 and 1 at its ends"
+    values = [SCHEDULES[schedule](i / 1000) for i in range(1001)]
+    assert values == sorted(values), "it falls"
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@each("reverse", [False, True])
 def test_the_last_one_due_holds_whatever_their_order(reverse):
     switches = [
         PrecisionSwitch("fqt", step=0, steps=4),
@@ -106,8 +94,8 @@ def test_of_two_at_one_step_the_last_in_the_list_holds():
     def gradual():
         return PrecisionSwitch("fqt", step=0, steps=4)
 
-    assert blends(gradual(), QAFSwitch(step=0))[:2] == [1, 1]
-    assert blends(QAFSwitch(step=0), gradual())[:2] == [0, 0.25]
+    assert fit(gradual(), QAFSwitch(step=0)).blends[:2] == [1, 1]
+    assert fit(QAFSwitch(step=0), gradual()).blends[:2] == [0, 0.25]
 
 
 def test_changes_by_hand():
@@ -127,6 +115,6 @@ def test_changes_by_hand():
 
 @pytest.mark.filterwarnings("ignore:The run is at λ")
 def test_a_sudden_switch_goes_all_the_way():
-    plugin = FP4Precision(quantize_output=True)
+    plugin = two_casts()
     plugin.set_blend(0.5)
-    assert blends(PrecisionSwitch("fqt", step=4), plugin=plugin) == [0.5] * 4 + [1] * 4
+    assert fit(PrecisionSwitch("fqt", step=4), plugin=plugin).blends == [0.5] * 4 + [1] * 4

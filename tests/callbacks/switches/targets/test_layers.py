@@ -6,10 +6,10 @@ import torch
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch, SpikeRollback
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.precision.checkpoints.trained import primitive
-from tests.callbacks.switches.runs import RESUMES, Witness
-from tests.callbacks.switches.targets.runs import Model, fit
+from tests.callbacks.switches.runs import RESUMES, Scheduled, Witness, fit_fp4
 from tests.lightning_imports import Callback, MisconfigurationException
 from tests.precision.regression_model import DOWN, LAYERS, Regression, flat, state, trainer
+from tests.tables import each
 
 pytestmark = RESUMES
 
@@ -19,22 +19,19 @@ NVFP4 = PRESETS["nvfp4"]()
 
 
 def test_layers_that_match_get_other_casts_and_others_keep_theirs():
-    seen = fit(PrecisionSwitch({"head": "bf16", "down_proj": "nvfp4-4over6", "mlp": "mxfp4"}, step=2))
+    seen = fit_fp4(PrecisionSwitch({"head": "bf16", "down_proj": "nvfp4-4over6", "mlp": "mxfp4"}, step=2))
     assert seen.of("head") == ["nvfp4"] * 2 + ["bf16"] * 4
     assert seen.of("mlp.down_proj") == ["nvfp4"] * 2 + ["nvfp4-4over6"] * 4, "the first pattern holds"
     assert seen.of("mlp.up_proj") == ["nvfp4"] * 2 + ["mxfp4"] * 4
     assert seen.of("first") == ["nvfp4"] * 6
-
-
-def test_casts_of_any_kind():
     e1m2 = LinearCasts.of({"fprop_w": {"element": "e1m2"}})
-    seen = fit(PrecisionSwitch({"head": {"fprop_w": {"element": "e1m2"}}, "first": e1m2}, step=1))
+    seen = fit_fp4(PrecisionSwitch({"head": {"fprop_w": {"element": "e1m2"}}, "first": e1m2}, step=1))
     assert seen.casts[1]["head"] == seen.casts[1]["first"] == e1m2
 
 
 def test_phases_and_mappings_compose():
     """Each at its time, and in the order of time, whatever their order in the list."""
-    seen = fit(
+    seen = fit_fp4(
         PrecisionSwitch({"head": "fqt"}, step=5),
         PrecisionSwitch({"head": "mxfp4", "first": "bf16"}, step=1),
         QAFSwitch(step=3),
@@ -47,30 +44,23 @@ def test_phases_and_mappings_compose():
     assert [casts["first"] for casts in seen.casts] == [NVFP4] + [HP] * 5
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@each("reverse", [False, True])
 def test_of_mappings_that_are_late_the_last_one_due_acts_last(reverse):
     """A run resumes with switches that it did not have: all act in its first step."""
-    fit(keep="trained", max_steps=4)
+    fit_fp4(keep="trained", max_steps=4)
     switches = [PrecisionSwitch({"head": "bf16"}, step=1), PrecisionSwitch({"head": "mxfp4"}, step=2)]
-    seen = fit(*(reversed(switches) if reverse else switches), ckpt_path="4.ckpt")
+    seen = fit_fp4(*switches[:: -1 if reverse else 1], ckpt_path="4.ckpt")
     assert seen.of("head") == ["mxfp4"] * 2
 
 
 def test_lambda_is_left_alone():
-    blends = []
-
-    class Blends(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            blends.append(trainer.precision_plugin.blend.item())
-
-    fit(PrecisionSwitch("fqt", step=0, steps=4), PrecisionSwitch({"head": "bf16"}, step=2), Blends())
-    assert blends == [0, 0.25, 0.5, 0.75, 1, 1]
+    seen = fit_fp4(PrecisionSwitch("fqt", step=0, steps=4), PrecisionSwitch({"head": "bf16"}, step=2))
+    assert seen.blends == [0, 0.25, 0.5, 0.75, 1, 1]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@each("accumulate", [1, 2])
 def test_resumes_with_the_casts_and_their_histories(accumulate):
     """Delayed scaling comes and goes, and smoothing is there all the time."""
-
     kwargs = {"max_steps": 7, "accumulate_grad_batches": accumulate}
 
     def run(ckpt_path=None, keep=None):
@@ -79,7 +69,7 @@ def test_resumes_with_the_casts_and_their_histories(accumulate):
             PrecisionSwitch({"mlp": "fp8-delayed"}, step=4, moments="reset"),
         ]
         plugin = FP8Precision("delayed", smooth_swiglu="channel")
-        seen = fit(*switches, plugin=plugin, ckpt_path=ckpt_path, keep=keep, **kwargs)
+        seen = fit_fp4(*switches, plugin=plugin, ckpt_path=ckpt_path, keep=keep, **kwargs)
         return seen, state(plugin)
 
     seen, whole = run(keep="trained")
@@ -104,7 +94,7 @@ def test_amaxes_of_other_layers_go_on():
 
     def histories(*switches):
         plugin = FP8Precision("delayed", compute_dtype="fp32", exact=True)
-        fit(*switches, model=Still(), plugin=plugin)
+        fit_fp4(*switches, model=Still(), plugin=plugin)
         return state(plugin)["amax_history"]
 
     whole = histories()
@@ -120,7 +110,7 @@ def test_amaxes_of_other_layers_go_on():
             assert switched[name].count_nonzero() == history.count_nonzero(), f"{name} has not gone on"
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
+@each("preset", PRESETS)
 def test_casts_of_a_checkpoint_are_primitives(preset, tmp_path):
     casts = PRESETS[preset]()
     torch.save(primitive(casts), tmp_path / "x.pt")
@@ -130,7 +120,7 @@ def test_casts_of_a_checkpoint_are_primitives(preset, tmp_path):
 def test_another_run_begins_with_the_constructors_casts():
     plugin, model = FP4Precision(overrides={"first": "mxfp4"}, quantize_output=True), Regression()
     for _ in range(2):
-        seen = fit(PrecisionSwitch({"head": "bf16", "first": "bf16"}, step=3), plugin=plugin, model=model)
+        seen = fit_fp4(PrecisionSwitch({"head": "bf16", "first": "bf16"}, step=3), plugin=plugin, model=model)
         assert seen.of("head") == ["nvfp4"] * 3 + ["bf16"] * 3
         assert seen.of("first") == ["mxfp4"] * 3 + ["bf16"] * 3
 
@@ -147,7 +137,7 @@ def test_the_same_trainer_goes_on():
 
 def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path):
     """From before the switch, when it had no state to save."""
-    model, seen = Model(), Witness(keep="trained")
+    model, seen = Scheduled(), Witness(keep="trained")
     switch = PrecisionSwitch({"head": "bf16"}, step=3, rewarm=2)
     made = trainer(FP4Precision(quantize_output=True), callbacks=[switch, seen], max_steps=6, limit_train_batches=64)
     made.fit(model)
@@ -162,10 +152,10 @@ def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path):
 
 def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path):
     """They are said, and other casts may be set all the same."""
-    fit(PrecisionSwitch({"head": "bf16"}, step=1), keep="trained")
+    fit_fp4(PrecisionSwitch({"head": "bf16"}, step=1), keep="trained")
     plugin = FP4Precision(skip=["head"])
     with pytest.warns(UserWarning, match="layers that this run does not convert: head; they stay in high precision"):
-        seen = fit(PrecisionSwitch({"first": "bf16"}, step=4), plugin=plugin, ckpt_path="3.ckpt")
+        seen = fit_fp4(PrecisionSwitch({"first": "bf16"}, step=4), plugin=plugin, ckpt_path="3.ckpt")
     assert seen.of("first") == ["nvfp4", "bf16", "bf16"]
     assert list(state(plugin)["casts"]) == ["first"]
 
@@ -178,26 +168,24 @@ def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
             if trainer.global_step == 2:
                 trainer.precision_plugin.set_phase("hp-forward")
 
-    def switches():
-        return [QAFSwitch(step=1, rewarm=2)]
-
-    assert fit(*switches(), ByHand(), keep="trained").phases == ["fqt", "qaf", *["hp-forward"] * 4]
-    assert fit(*switches(), ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
+    switch = QAFSwitch(step=1, rewarm=2)
+    assert fit_fp4(switch, ByHand(), keep="trained").phases == ["fqt", "qaf", *["hp-forward"] * 4]
+    assert fit_fp4(switch, ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
     last = PrecisionSwitch("bf16", step=2)
-    assert fit(*switches(), last, keep="trained").phases == ["fqt", "qaf", *["bf16"] * 4]
-    assert fit(*switches(), last, ckpt_path="3.ckpt").phases == ["bf16"] * 3
-    assert fit(*switches(), ckpt_path="3.ckpt").phases == ["qaf"] * 3
+    assert fit_fp4(switch, last, keep="trained").phases == ["fqt", "qaf", *["bf16"] * 4]
+    assert fit_fp4(switch, last, ckpt_path="3.ckpt").phases == ["bf16"] * 3
+    assert fit_fp4(switch, ckpt_path="3.ckpt").phases == ["qaf"] * 3
 
 
-def test_a_switch_that_is_due_later_in_a_longer_run_acts_again():
+def test_a_switch_that_is_due_later_in_a_longer_run_says_so_and_acts_again():
     class Back(Callback):
         def on_train_start(self, trainer, *_):
             trainer.precision_plugin.set_phase("fqt")
 
-    fit(QAFSwitch(at=0.5), max_steps=4, keep="trained")
-    with pytest.warns(UserWarning, match="in phase 'qaf' already"):
-        seen = fit(QAFSwitch(at=0.5), Back(), max_steps=12, ckpt_path="4.ckpt")
-    assert seen.phases == ["fqt"] * 2 + ["qaf"] * 6
+    fit_fp4(QAFSwitch(at=0.5), max_steps=4, keep="trained")
+    for back, phases in (([Back()], ["fqt"] * 2 + ["qaf"] * 6), ([], ["qaf"] * 8)):
+        with pytest.warns(UserWarning, match="in phase 'qaf' already.*due at step 6"):
+            assert fit_fp4(QAFSwitch(at=0.5), *back, max_steps=12, ckpt_path="4.ckpt").phases == phases
 
 
 def test_a_rollback_from_after_a_switch_to_before_it():
@@ -211,38 +199,27 @@ def test_a_rollback_from_after_a_switch_to_before_it():
     switches = [PrecisionSwitch({"head": "bf16"}, step=2), PrecisionSwitch({"first": "nvfp4"}, step=3)]
     plugin = FP8Precision("delayed")
     with pytest.warns(UserWarning, match="continues with the weights of step 0"):
-        seen = fit(*switches, rollback, model=Bad(), plugin=plugin, max_steps=9)
+        seen = fit_fp4(*switches, rollback, model=Bad(), plugin=plugin, max_steps=9)
     assert seen.of("head")[-1] == "bf16"
     names = {name.partition("/")[0] for name in state(plugin)["amax_history"]}
     assert names == {name for name in LAYERS if name.startswith("mlp")}
 
 
-@pytest.mark.parametrize(
-    ("to", "message"),
+@each(
+    "plugin, to, message",
     [
-        ({"heed": "bf16"}, r"to={'heed': 'bf16'}\) cannot be: casts: the pattern 'heed' matches no converted layer"),
-        ({"gate_proj": "bf16", "mlp": "mxfp4", "head": "bf16"}, "matches head, left in high precision by skip or only"),
-        (
-            {"mlp": "mxfp4", "gate_proj": "bf16"},
-            "'gate_proj' gives no layer its casts: an earlier pattern names .*put it first",
-        ),
+        ({}, {"heed": "bf16"}, r"to={'heed': 'bf16'}\) .*: casts: the pattern 'heed' matches no converted layer"),
+        ({}, {"gate_proj": "bf16", "mlp": "mxfp4", "head": "bf16"}, "head, left in high precision by skip or only"),
+        ({}, {"mlp": "mxfp4", "gate_proj": "bf16"}, "'gate_proj' gives no layer its casts: .* names .*put it first"),
+        ({"backend": "native"}, {"first": "mxfp6"}, "cannot be: backend='native', but fprop of first has no native"),
     ],
-    ids=["no layer", "unconverted", "hidden"],
 )
-def test_patterns_without_a_layer(to, message):
+def test_casts_that_cannot_be(plugin, to, message):
     """At the start of training, and before anything is changed."""
     seen = Witness()
     with pytest.raises(MisconfigurationException, match=message):
-        fit(PrecisionSwitch(to, step=2), seen, plugin=FP4Precision(skip=["head"]))
+        fit_fp4(PrecisionSwitch(to, step=2), seen, plugin=LowBitPrecision("bf16", skip=["head"], **plugin))
     assert not seen.casts
-
-
-def test_casts_that_the_backend_refuses():
-    plugin = LowBitPrecision("bf16", backend="native")
-    with pytest.raises(
-        MisconfigurationException, match="cannot be: backend='native', but fprop of first has no native"
-    ):
-        fit(PrecisionSwitch({"first": "mxfp6"}, step=2), plugin=plugin)
 
 
 def test_by_hand_before_there_is_a_model():
@@ -252,7 +229,7 @@ def test_by_hand_before_there_is_a_model():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
-@pytest.mark.parametrize("changes", [False, True])
+@each("changes", [False, True])
 def test_compiled_before_training_it_computes_the_same(changes):
     """One graph for each precision, and none for going back."""
     from torch._dynamo.utils import counters
@@ -263,7 +240,7 @@ def test_compiled_before_training_it_computes_the_same(changes):
             model.mlp.compile(backend="eager")
         to = {"mlp": "mxfp4"} if changes else "qaf"
         back = {"mlp": "fqt"} if changes else "fqt"
-        fit(PrecisionSwitch(to, step=2), PrecisionSwitch(back, step=4), model=model)
+        fit_fp4(PrecisionSwitch(to, step=2), PrecisionSwitch(back, step=4), model=model)
         return flat(model)
 
     counters.clear()

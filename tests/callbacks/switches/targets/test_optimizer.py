@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, PrecisionSwitch, QAFSwitch, StableSPAM
-from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
-from tests.callbacks.switches.runs import RESUMES
-from tests.callbacks.switches.targets.runs import Model, fit
+from lightning_lowbit.callbacks.learning_rates import LowerRates
+from tests.callbacks.switches.runs import RESUMES, Scheduled, fit_fp4
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, trainer
+from tests.tables import each
 
 pytestmark = RESUMES
 
@@ -22,16 +22,12 @@ def tensor_rate(p):
     return torch.optim.Adam(p, torch.tensor(1.0), capturable=False, foreach=False)
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("make", [adam, tensor_rate, lambda p: Adaptive(adam(p))], ids=["adam", "tensor", "adaptive"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@each("make, accumulate", [(adam, 1), (tensor_rate, 2), (lambda p: Adaptive(adam(p)), 1)])
 def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make, accumulate):
-    model = Model(make)
-    fit(QAFSwitch(step=1, rewarm=4), model=model, accumulate_grad_batches=accumulate)
+    model = Scheduled(make)
+    fit_fp4(QAFSwitch(step=1, rewarm=4), model=model, accumulate_grad_batches=accumulate)
     assert model.rates == [1, 0.5 / 4, 0.25 / 2, 0.125 * 3 / 4, 0.0625, 0.03125]
-    assert model.scheduled[0] == 1
-    (optimizer,) = [model.trainer.optimizers[0]]
-    assert not optimizer._optimizer_step_pre_hooks, "a hook is left"
+    assert not model.trainer.optimizers[0]._optimizer_step_pre_hooks, "a hook is left"
 
 
 class TwoOptimizers(Regression):
@@ -40,52 +36,32 @@ class TwoOptimizers(Regression):
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        loss = self.loss(batch_idx, 1.0)
-        self.manual_backward(loss)
+        self.manual_backward(self.loss(batch_idx, 1.0))
         for optimizer in self.optimizers():
-            optimizer.step()
+            optimizer.step(closure=lambda made=optimizer: self.rates.append(made.param_groups[0]["lr"]))
 
     def configure_optimizers(self):
         self.rates = []
-        made = [torch.optim.SGD([layer.weight], 1.0) for layer in (self.first, self.head)]
-        for optimizer in made:
-            # Hooks before a step run in the order in which they came, and this is run after those of the switch.
-            optimizer.step = self.noted(optimizer, optimizer.step)
-        return made
-
-    def noted(self, optimizer, step):
-        def run(closure=None):
-            handle = optimizer.register_step_pre_hook(lambda *_: self.rates.append(optimizer.param_groups[0]["lr"]))
-            step(closure)
-            handle.remove()
-
-        return run
+        return [torch.optim.SGD([layer.weight], 1.0) for layer in (self.first, self.head)]
 
 
 def test_by_hand_steps_of_all_optimizers_count_and_a_batch_has_one_rate():
     model = TwoOptimizers()
-    fit(QAFSwitch(step=2, rewarm=4), model=model, max_steps=8)
+    fit_fp4(QAFSwitch(step=2, rewarm=4), model=model, max_steps=8)
     assert model.rates == [1, 1, 1 / 4, 1 / 4, 3 / 4, 3 / 4, 1, 1]
-
-
-def test_it_does_not_rise_before_the_switch():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0)
-    rewarm = Rewarm(4)
-    rewarm.follow([optimizer], 0)
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
-    rewarm.follow([optimizer], -1)
-    assert not optimizer._optimizer_step_pre_hooks, "of a negative number of steps"
 
 
 def test_learning_rates_of_two_causes_multiply_and_come_back():
     weights = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weights], 1.0)
     weights.grad = torch.ones(1)
-    first, second = LowerRates([optimizer], 0.5), LowerRates([optimizer], 0.5)
+    first, second = LowerRates(), LowerRates()
+    first.by(0.5, [optimizer])
+    second.by(0.5, [optimizer])
     optimizer.step()
     assert (weights.item(), optimizer.param_groups[0]["lr"]) == (0.75, 1.0)
     first.release()
-    second.factor = 0.25
+    second.by(0.25, [optimizer])
     optimizer.step()
     assert (weights.item(), optimizer.param_groups[0]["lr"]) == (0.5, 1.0)
     second.release()
@@ -106,7 +82,7 @@ OPTIMIZERS = {
 GUARDS = ("steps", "threshold", "norm_mean", "norm_mean_square", "norm_mean_weight")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_moments_start_anew_and_guards_go_on(name):
     """After a step that follows the reset, moments are those of its gradients alone."""
     states = []
@@ -118,7 +94,7 @@ def test_moments_start_anew_and_guards_go_on(name):
             kept = {key: v.clone() for key, v in optimizer.state[weight].items() if isinstance(v, Tensor)}
             states.append({**kept, "g": weight.grad.clone()})
 
-    fit(QAFSwitch(step=3, moments="reset"), Look(), model=Model(OPTIMIZERS[name]), max_steps=5)
+    fit_fp4(QAFSwitch(step=3, moments="reset"), Look(), model=Scheduled(OPTIMIZERS[name]), max_steps=5)
     before, after = states[2], states[3]
     if name == "sgd":
         assert torch.equal(after["momentum_buffer"], after["g"])
@@ -136,20 +112,16 @@ def test_moments_start_anew_and_guards_go_on(name):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_each_switch_that_acted_is_reported(resumed):
+def test_each_switch_that_acted_is_reported_once(resumed):
     def make():
-        return [
-            PrecisionSwitch({"head": "bf16", "mlp": "qaf"}, step=3),
-            QAFSwitch(at=0.25),
-            QAFSwitch(at=0.25),  # it is there twice
-            PrecisionSwitch("bf16", step=100),
-        ]
+        mapping, late = PrecisionSwitch({"head": "bf16", "mlp": "qaf"}, step=3), PrecisionSwitch("bf16", step=100)
+        return [mapping, QAFSwitch(at=0.25), QAFSwitch(at=0.25), late]
 
     switches = make()
-    fit(*switches, max_steps=8, keep="trained")
+    fit_fp4(*switches, max_steps=8, keep="trained")
     if resumed:
         switches = make()
-        fit(*switches, max_steps=8, ckpt_path="5.ckpt")
+        fit_fp4(*switches, max_steps=8, ckpt_path="5.ckpt")
     made = trainer(None, callbacks=list(switches))
     expected = [
         {"step": 2, "from": "fqt", "to": "qaf", "why": "at=0.25"},
@@ -163,6 +135,6 @@ def test_each_switch_that_acted_is_reported(resumed):
 
 def test_nothing_to_report():
     switch = QAFSwitch(step=100)
-    fit(switch)
+    fit_fp4(switch)
     made = trainer(None, callbacks=[switch])
     assert (switch.report_data(made), switch.report_sections(made)) == ({}, [])
