@@ -31,7 +31,7 @@ def draws(gradient, sigma, count):
 def test_sums_by_hand(first, second, dtype, sums):
     found = gradient_noise_sums(torch.tensor(first, dtype=dtype), torch.tensor(second, dtype=dtype))
     assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx(sums, abs=0)
+    assert found.tolist() == pytest.approx(sums, rel=1e-6, abs=0)
 
 
 @each("sigma", [0.1, 1.0, 5.0])
