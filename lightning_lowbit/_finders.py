@@ -32,6 +32,7 @@ MOVED = {
     "kernels.patches": ("kernels.products",),
     "metrics.devices": ("callbacks.monitors.throughput",),
     "metrics.runs": ("metrics.spikes",),
+    "metrics.swiglu": ("metrics.outliers",),
     "nn.amax": ("nn.state.amax",),
     "nn.attention.hosts": ("nn.attention.modules",),
     "nn.attention.operands": ("nn.attention.function",),

@@ -2,8 +2,8 @@
 
 from lightning_lowbit.metrics.casts import CastStatistics, bias, cast_statistics, code_histogram, levels, mse, sqnr
 from lightning_lowbit.metrics.noise import gradient_noise_sums, gradient_to_noise
+from lightning_lowbit.metrics.outliers import SwiGLUAlignment, swiglu_alignment
 from lightning_lowbit.metrics.spikes import count_spikes
-from lightning_lowbit.metrics.swiglu import SwiGLUAlignment, swiglu_alignment
 from lightning_lowbit.metrics.weights import (
     expected_zeros,
     flip_rate,

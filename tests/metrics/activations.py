@@ -1,4 +1,4 @@
-"""Outlier statistics of one activation, as the monitors compute them over many."""
+"""Activations and weights, and outlier statistics of one as the monitors compute them over many."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.metrics.outliers import activation_sums, kurtosis, outlier_share
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Outliers(NamedTuple):

@@ -1,11 +1,14 @@
-"""What a cast makes of a tensor: SQNR, underflow, saturation."""
+"""What a cast makes of a tensor: SQNR, underflow, saturation, histograms of codes; parts of tensors, and devices."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_lowbit import Cast, Scale, quantize
+from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.metrics import bias, cast_statistics, code_histogram, levels, mse, sqnr
 from tests.metrics.cast_samples import CASTS, ZERO_POINTS, sample, unit_of
 from tests.tables import each
@@ -65,7 +68,7 @@ def test_numbers_of_a_cast_equal_a_loop(cast, dtype):
     assert (saturation > 0) == saturates
 
 
-@pytest.mark.parametrize("dim", [0, 1, -3])
+@each("dim", [0, 1, -3])
 def test_numbers_do_not_depend_on_where_blocks_lie(dim):
     x, cast = sample(8, 64), Cast("e2m1", Scale("e4m3", 16))
     turned = {0: x.t(), 1: x, -3: x.t().reshape(64, 2, 4)}[dim]
@@ -95,7 +98,7 @@ def test_numbers_by_hand():
     assert late.floats()["underflow"] == 0
 
 
-@pytest.mark.parametrize(("rounding", "saturation"), [("nearest", 1 / 16), ("up", 0.0)])
+@each("rounding, saturation", [("nearest", 1 / 16), ("up", 0.0)])
 def test_a_scale_rounded_down_saturates(rounding, saturation):
     """6.3 needs a scale of 1.05; E4M3 has 1 and 1.125."""
     x = torch.full((1, 16), 0.7)
@@ -202,3 +205,79 @@ def test_elements_that_are_not_finite(cast, value):
         assert found.underflowed == expected.underflowed
         assert found.saturated == expected.saturated
         assert found.codes.tolist() == expected.codes.tolist()
+
+
+@each("name", ELEMENT_FORMATS)
+def test_histogram_equals_counting(name):
+    format = ELEMENT_FORMATS[name]
+    values = levels(format)
+    assert list(values) == sorted(set(values))
+    assert list(values) == [-value for value in reversed(values)], "a level has no opposite"
+    assert max(values) == format.max
+    quantized = quantize(sample(16, 64), Cast(name, Scale("fp32", 16)))
+    counts = Counter(format.decode(quantized.codes).flatten().tolist())
+    histogram = code_histogram(quantized)
+    assert histogram.dtype == torch.int64
+    assert histogram.tolist() == [counts[value] for value in values]
+    assert sum(counts.values()) == 16 * 64
+    shares = code_histogram(quantized, normalize=True)
+    torch.testing.assert_close(shares, histogram / 1024)
+
+
+def test_levels_by_hand():
+    assert levels(ELEMENT_FORMATS["e2m1"]) == (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    assert levels(ELEMENT_FORMATS["int2"]) == levels(ELEMENT_FORMATS["ternary"]) == (-1, 0, 1)
+    assert len(levels(ELEMENT_FORMATS["int8"])) == 255
+    assert len(levels(ELEMENT_FORMATS["e4m3"])) == 253
+
+
+def test_minus_zero_is_zero_and_nan_is_nothing():
+    quantized = quantize(torch.full((1, 16), 6.0), CASTS[2])
+    codes = torch.tensor([[0b0000, 0b1000] * 8], dtype=torch.uint8)
+    assert code_histogram(replace(quantized, codes=codes)).tolist() == [0] * 7 + [16] + [0] * 7
+    nothing = quantize(torch.full((1, 16), math.nan), CASTS[0])
+    assert code_histogram(nothing).sum() == 0
+    assert code_histogram(nothing, normalize=True).tolist() == [0.0] * 15
+
+
+@each("cast", [*CASTS, *ZERO_POINTS[:3]])
+def test_errors_of_parts_add_up(cast):
+    x = sample(24, 64)
+    amax = x.abs().amax() if cast.scale.needs_amax else None
+    whole, parts = cast_statistics(x, cast), [cast_statistics(part, cast, amax=amax) for part in x.split(8)]
+    total = parts[0] + parts[1] + parts[2]
+    assert total.floats() == pytest.approx(whole.floats(), rel=1e-12)
+    assert total.codes.tolist() == whole.codes.tolist()
+    assert (total.elements, total.cast) == (24 * 64, cast)
+
+
+def test_errors_of_different_casts_do_not_add_up():
+    x = sample(8, 64)
+    with pytest.raises(ValueError, match="Errors of one cast add up; got those of e2m1/e4m3:1x16.* and e2m1/e8m0"):
+        cast_statistics(x, CASTS[0]) + cast_statistics(x, CASTS[3])
+
+
+@each("cast", [*CASTS, *ZERO_POINTS])
+def test_nothing_waits_for_the_device(cast):
+    """Tensors without data: whoever asked one for its value would fail. No gradient is recorded."""
+    error = cast_statistics(torch.empty(8, 64, device="meta", requires_grad=True), cast)
+    for name in ("sqnr", "mse", "relative_mse", "bias", "underflow", "saturation", "not_finite"):
+        value = getattr(error, name)
+        assert (value.device.type, value.shape, value.requires_grad) == ("meta", (), False)
+    assert error.codes.shape == (len(levels(cast.grid)),)
+
+
+def test_what_quantize_refuses():
+    with pytest.raises(ValueError, match="takes a floating point tensor"):
+        cast_statistics(torch.ones(4, 16, dtype=torch.int64), CASTS[0])
+    with pytest.raises(ValueError, match="needs a key"):
+        cast_statistics(torch.ones(4, 16), replace(CASTS[0], rounding="stochastic"))
+
+
+def test_the_old_spelling_of_normalize_is_deprecated():
+    quantized = quantize(torch.randn(4, 16), Cast("e2m1", {"block": 16}))
+    with pytest.warns(DeprecationWarning, match="normalize="):
+        old = code_histogram(quantized, normalise=True)
+    assert old.equal(code_histogram(quantized, normalize=True))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'normed'"):
+        code_histogram(quantized, normed=True)

@@ -1,4 +1,4 @@
-"""Spike detection against its rules, written out."""
+"""Spike detection against its rules, written out; planted spikes of a loss are found, and nothing else is."""
 
 import math
 import pickle
@@ -6,8 +6,10 @@ from itertools import product
 from random import Random
 from statistics import fmean, pstdev
 
+import pytest
 import torch
 
+from lightning_lowbit.metrics import count_spikes
 from lightning_lowbit.metrics.spikes import (
     SPIKE_STATE,
     RunningMean,
@@ -82,30 +84,22 @@ def test_no_multiple_of_zero_is_a_spike():
     assert not any(endless.judge(value) for value in (0.0, 1.0, 1e30))
 
 
-def test_on_device():
-    state, random = torch.zeros(len(SPIKE_STATE), dtype=torch.float32), Random(0)
-    norms = [random.uniform(1, 2) for _ in range(15)] + [50.0, math.nan, 1.5]
-    found = []
-    for norm in norms:
-        state, _, is_spike = detect_spike(state, torch.tensor(norm), factor=5.0, decay=0.9, warmup=10)
-        found.append(bool(is_spike))
-    assert found == [False] * 15 + [True, False, False]
-    assert dict(zip(SPIKE_STATE, state.tolist(), strict=True))["averaged"] == 16
-
-
-def test_on_device_many_spikes_are_a_new_level():
-    state = torch.zeros(len(SPIKE_STATE), dtype=torch.float32)
-    for norm in [1.0] * 12 + [100.0] * 40:
-        state, mean, _ = detect_spike(state, torch.tensor(norm), factor=5.0, decay=0.9, warmup=10)
-    assert state[-1] == 10 and mean == 100
-
-
 def on_device(values):
+    """Whether each value is a spike, the mean before the last one, and the state at last, by name."""
     state, judged = torch.zeros(len(SPIKE_STATE), dtype=torch.float32), []
     for value in values:
-        state, _, is_spike = detect_spike(state, torch.tensor(value), factor=5.0, decay=0.9, warmup=10)
+        state, mean, is_spike = detect_spike(state, torch.tensor(value), factor=5.0, decay=0.9, warmup=10)
         judged.append(bool(is_spike))
-    return judged
+    return judged, mean, dict(zip(SPIKE_STATE, state.tolist(), strict=True))
+
+
+def test_on_device():
+    random = Random(0)
+    judged, _, state = on_device([random.uniform(1, 2) for _ in range(15)] + [50.0, math.nan, 1.5])
+    assert judged == [False] * 15 + [True, False, False]
+    assert state["averaged"] == 16
+    _, mean, state = on_device([1.0] * 12 + [100.0] * 40)
+    assert state["spikes"] == 10 and mean == 100, "many spikes are a new level"
 
 
 def online(make):
@@ -120,7 +114,7 @@ DETECTORS = {
     "losses": online(lambda: SpikeDetector(Window(20, mean_limit(6.0)), warmup=20)),
     "losses of a run": online(lambda: SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)),
     "magnitudes": online(lambda: SpikeDetector(RunningMean(10.0, 20), warmup=10, learns_spikes=True)),
-    "norms": on_device,
+    "norms": lambda values: on_device(values)[0],
 }
 SIGNED = {"losses", "losses of a run"}
 
@@ -179,3 +173,95 @@ def test_what_begins_after_zeros_is_no_spike(rule):
     detector = SpikeDetector(Window(100, rule), warmup=20)
     assert not any(detector.judge(loss) for loss in [*[0.0] * 150, *[2.0 + 0.01 * (i % 7) for i in range(50)]])
     assert detector.judge(20.0)
+
+
+def noise(steps=300, seed=0, size=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    return (3 + size * torch.randn(steps, generator=generator, dtype=torch.float64)).tolist()
+
+
+def with_values(losses, values):
+    return [values.get(step, loss) for step, loss in enumerate(losses)]
+
+
+@each("seed", range(5))
+@each("steps", [[100], [40, 150, 151, 290], [20], [299]])
+def test_planted_spikes(seed, steps):
+    """Neighbors are one spike; the first value with a full window before it may be one, and so may the last."""
+    losses = noise(seed=seed)
+    assert count_spikes(losses, threshold=8) == 0
+    found = count_spikes(with_values(losses, dict.fromkeys(steps, 6.0)), threshold=8)
+    assert found == len([step for step in steps if step - 1 not in steps])
+
+
+@each(
+    "values, spikes",
+    [
+        ({step: 6.0 - step / 1000 for step in range(100, 150)}, 1),  # high values are one spike, however long
+        (dict.fromkeys(range(50, 290, 3), 6.0), 80),  # what jumped is not what the next one is compared with
+        ({100: 0.1}, 0),  # downward
+    ],
+)
+def test_jumps(values, spikes):
+    assert count_spikes(with_values(noise(), values), threshold=8) == spikes
+
+
+def test_noise_is_rarely_a_spike():
+    counts = [count_spikes(noise(1000, seed)) for seed in range(5)]
+    assert sum(counts) <= 5 * 1000 * 0.003, f"too many of 1000 values each: {counts}"
+    for size in (0.003, 0.005, 0.01, 0.02):  # in bfloat16 most losses are the same number, and the next is no jump
+        assert count_spikes(torch.tensor(noise(size=size)).bfloat16().tolist()) <= 1, size
+
+
+def test_a_decreasing_loss_has_none():
+    decay = [2 + 5 * math.exp(-step / 60) for step in range(300)]
+    for losses in (decay, [3.0] * 100, [-float(step) for step in range(100)]):
+        assert count_spikes(losses) == 0
+    losses = [a + b for a, b in zip(decay, noise(size=0.02), strict=True)]
+    assert count_spikes(losses) <= 1
+    assert count_spikes(with_values(losses, {30: 12.0, 200: 8.0})) - count_spikes(losses) == 2
+
+
+@each("value", [math.nan, math.inf, -math.inf])
+def test_not_finite(value):
+    """Wherever it is: also at the start, where there is nothing to compare with."""
+    for steps in ([0], [5], [100], [299]):
+        assert count_spikes(with_values(noise(), dict.fromkeys(steps, value)), threshold=8) == 1, steps
+    assert count_spikes(with_values(noise(), {100: value, 101: value, 102: 6.0, 104: value}), threshold=8) == 2
+    assert count_spikes([value] * 10) == 1
+
+
+def test_not_finite_values_do_not_fill_the_window():
+    losses = [math.nan] * 5 + [1.0, 1.1, 50.0]
+    assert count_spikes(losses, window=3) == 1, "two values are no full window of three"
+    assert count_spikes(losses, window=2) == 2
+
+
+@each("window", [2, 5, 20])
+def test_window_borders(window):
+    """A jump is told from the first value on that has a full window before it."""
+    calm = [1.0, 1.1] * window
+    assert count_spikes([*calm[: window - 1], 50.0], window) == 0
+    assert count_spikes([*calm[:window], 50.0], window) == 1
+    assert count_spikes(calm[:window], window) == 0
+    assert count_spikes([], window) == count_spikes([1.0], window) == 0
+
+
+def test_only_the_window_is_compared_with():
+    """A level left behind is forgotten."""
+    losses = [9.0, 9.1] * 10 + [1.0, 1.1] * 10
+    assert count_spikes([*losses, 5.0], window=20) == 1
+    assert count_spikes([*losses, 5.0], window=40) == 0
+
+
+def test_the_threshold_is_in_robust_standard_deviations():
+    losses = [1.0, 2.0, 3.0, 4.0, 5.0]  # median 3, median absolute deviation 1
+    edge = 3 + 2 * 1.4826
+    assert count_spikes([*losses, edge + 1e-9], window=5, threshold=2) == 1
+    assert count_spikes([*losses, edge - 1e-9], window=5, threshold=2) == 0
+
+
+@each(("window", "threshold"), [(1, 6.0), (0, 6.0), (-5, 6.0), (20, 0.0), (20, -1.0), (20, math.nan)])
+def test_wrong_settings(window, threshold):
+    with pytest.raises(ValueError, match=f"got ({window}|{threshold})"):
+        count_spikes([1.0], window, threshold)

@@ -14,64 +14,65 @@ from tests.lightning_imports import LightningModule, quiet_trainer
 from tests.tables import each
 
 
-class Owner:
-    """What warns."""
-
-
 def said(work):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         work()
     return [str(one.message) for one in caught if "Owner: " in str(one.message) or "Monitor: " in str(one.message)]
 
 
-def step(alerts, number, severities, kind="underflow"):
-    def work():
-        for subject, severity in severities.items():
-            alerts.note(subject, kind, severity, f"{severity:g} is too much.")
-        alerts.say(number)
+class Owner:
+    """What warns."""
 
-    return said(work)
+    def __init__(self, state=None):
+        self.alerts = Alerts(self)
+        if state is not None:
+            self.alerts.load_state_dict(state)
+
+    def step(self, number, severities, kind="underflow"):
+        """What is said in a step, without the name."""
+
+        def work():
+            for subject, severity in severities.items():
+                self.alerts.note(subject, kind, severity, f"{severity:g} is too much.")
+            self.alerts.say(number)
+
+        return [text.removeprefix("Owner: ") for text in said(work)]
 
 
 def test_layers_share_a_warning_that_names_the_worst():
-    alerts = Alerts(Owner())
-    texts = step(alerts, 3, {"a": 2.0, "b": 5.0, "c": 3.0})
-    assert texts == ["Owner: 3 layers, the worst b, step 3: 5 is too much."]
-    assert step(alerts, 3, {"b": 1.0}, "zeros") == ["Owner: b, step 3: 1 is too much."], "another kind"
-    assert alerts.kinds == {"a": ["underflow"], "b": ["underflow", "zeros"], "c": ["underflow"]}
-    assert alerts.texts == ["3 layers, the worst b, step 3: 5 is too much.", "b, step 3: 1 is too much."]
+    owner = Owner()
+    first = owner.step(3, {"a": 2.0, "b": 5.0, "c": 3.0})
+    assert first == ["3 layers, the worst b, step 3: 5 is too much."]
+    second = owner.step(3, {"b": 1.0}, "zeros")
+    assert second == ["b, step 3: 1 is too much."], "another kind"
+    assert owner.alerts.kinds == {"a": ["underflow"], "b": ["underflow", "zeros"], "c": ["underflow"]}
+    assert owner.alerts.texts == first + second
 
 
 def test_what_lasts_is_said_again_where_it_is_much_worse():
-    alerts = Alerts(Owner())
-    assert len(step(alerts, 1, {"a": 1.0, "b": 1.0})) == 1
+    owner, many = Owner(), dict.fromkeys("abcdefgh", 1.0)
+    assert len(owner.step(1, {"a": 1.0, "b": 1.0})) == 1
     for number in range(2, 50):
-        assert step(alerts, number, {"a": 3.9, "c": 1.0, "d": 1.0}) == []
-    worse = "It is much worse than at step 1."
-    assert step(alerts, 50, {"a": 4.0}) == [f"Owner: a, step 50: 4 is too much. {worse}"]
-    many = dict.fromkeys("abcdefgh", 1.0)
-    assert step(alerts, 51, many) == [
-        "Owner: 8 layers, the worst a, step 51: 1 is too much. It is much worse than at step 50."
-    ]
-    assert len(step(alerts, 52, {"a": math.inf})) == 1
-    assert step(alerts, 53, {"a": math.inf}) == []
+        assert owner.step(number, {"a": 3.9, "c": 1.0, "d": 1.0}) == []
+    assert owner.step(50, {"a": 4.0}) == ["a, step 50: 4 is too much. It is much worse than at step 1."]
+    worse = "8 layers, the worst a, step 51: 1 is too much. It is much worse than at step 50."
+    assert owner.step(51, many) == [worse]
+    assert len(owner.step(52, {"a": math.inf})) == 1
+    assert owner.step(53, {"a": math.inf}) == []
 
 
 def test_state_goes_on_also_that_of_older_checkpoints():
-    alerts = Alerts(Owner())
-    step(alerts, 1, {"a": 1.0, "b": 2.0})
-    other = Alerts(Owner())
-    other.load_state_dict(alerts.state_dict())
-    assert other.texts == alerts.texts
-    assert step(other, 2, {"a": 3.0}) == []
-    assert len(step(other, 3, {"a": 8.0})) == 1
-    older = Alerts(Owner())
-    older.load_state_dict({"a": {"underflow": "a, step 1: much"}, "b": {"underflow": "b, step 2: much"}})
-    assert older.texts == ["a, step 1: much", "b, step 2: much"]
-    assert older.kinds["b"] == ["underflow"]
-    assert step(older, 3, {"a": 100.0}) == []
-    assert len(step(older, 4, dict.fromkeys("abcdefgh", 1.0))) == 1
+    owner = Owner()
+    owner.step(1, {"a": 1.0, "b": 2.0})
+    other = Owner(owner.alerts.state_dict())
+    assert other.alerts.texts == owner.alerts.texts
+    assert other.step(2, {"a": 3.0}) == []
+    assert len(other.step(3, {"a": 8.0})) == 1
+    older = Owner({"a": {"underflow": "a, step 1: much"}, "b": {"underflow": "b, step 2: much"}})
+    assert older.alerts.texts == ["a, step 1: much", "b, step 2: much"]
+    assert older.alerts.kinds["b"] == ["underflow"]
+    assert older.step(3, {"a": 100.0}) == []
+    assert len(older.step(4, dict.fromkeys("abcdefgh", 1.0))) == 1
 
 
 class Classifier(LightningModule):

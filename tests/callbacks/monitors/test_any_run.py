@@ -65,9 +65,7 @@ class Model(LightningModule):
 
 
 class Manual(Model):
-    def __init__(self, net):
-        super().__init__(net)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -193,9 +191,9 @@ def check(name, plugin, monitors, **kwargs):
 
 
 @each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
-def test_any_run_trains(name, plugin, tmp_path):
+def test_any_run_trains(name, plugin):
     for monitors in TOGETHER if plugin == "plugin" else TOGETHER[:1]:
-        check(name, plugin, monitors, default_root_dir=str(tmp_path))
+        check(name, plugin, monitors)
 
 
 @pytest.mark.slow
@@ -216,9 +214,9 @@ def test_reports_of_any_run(tmp_path):
     {"enable_model_summary": True, "fast_dev_run": STEPS},
     {"accumulate_grad_batches": 2, "max_steps": STEPS // 2},
 ])  # fmt: skip
-def test_any_trainer(kwargs, tmp_path):
+def test_any_trainer(kwargs):
     for monitors in TOGETHER:
-        check("usual", "plugin", monitors, default_root_dir=str(tmp_path), **kwargs)
+        check("usual", "plugin", monitors, **kwargs)
 
 
 def test_a_line_for_what_is_missing():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from lightning_lowbit import FP8Precision, IntegerPrecision, LinearCasts, LowBitPrecision, TernaryPrecision, convert
+from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision, convert
 from lightning_lowbit.callbacks.monitors.latent_weights import latent_weights, nearest_cast, whole_layers
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer, set_blend
 from lightning_lowbit.precision.base import compute_dtype
@@ -48,7 +48,7 @@ PLUGINS = {
 }
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@each("plugin", PLUGINS)
 def test_it_is_what_the_forward_pass_uses(plugin):
     seen = LastForward()
     quiet_trainer(PLUGINS[plugin](), max_steps=2, callbacks=[seen], limit_val_batches=0).fit(Two())
@@ -102,51 +102,50 @@ def test_weights_stored_the_other_way_round():
     assert not weight.values.requires_grad
 
 
-def test_names_are_without_wrappers():
-    model = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="eager"), nn.Linear(8, 8))
-    layers = whole_layers(Callback(), *_trained(convert(model, "int4")))
-    assert list(layers) == ["0.0", "1"]
-    assert all(isinstance(layer, QuantizedLayer) for layer in layers.values())
-
-
-def _trained(module, wrapped=None):
+def trained(module, wrapped=None):
     """A Trainer and its module, as far as they are asked for."""
     return SimpleNamespace(model=wrapped or module, strategy=SimpleNamespace()), module
+
+
+def test_names_are_without_wrappers():
+    model = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="eager"), nn.Linear(8, 8))
+    layers = whole_layers(Callback(), *trained(convert(model, "int4")))
+    assert list(layers) == ["0.0", "1"]
+    assert all(isinstance(layer, QuantizedLayer) for layer in layers.values())
 
 
 def test_sharded_weights_are_gathered_or_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = convert(nn.Sequential(nn.Linear(8, 8)), LinearCasts.preset("int4"))
+        model = convert(nn.Sequential(nn.Linear(8, 8)), "int4")
         flat = FullyShardedDataParallel(
             convert(nn.Sequential(nn.Linear(8, 8)), "int4"),
             device_id=torch.device("cpu"),
             sharding_strategy=ShardingStrategy.NO_SHARD,  # what it would take, and warn of, for one process
         )
-        sharded = distribute_tensor(model[0].weight.detach(), DeviceMesh("cpu", [0]), [Shard(0)])
-        model[0].weight = nn.Parameter(sharded)
-        for trained in (_trained(model), _trained(flat.module, wrapped=flat)):
+        whole = model[0].weight.detach()
+        model[0].weight = nn.Parameter(distribute_tensor(whole, DeviceMesh("cpu", [0]), [Shard(0)]))
+        for one in (trained(model), trained(flat.module, wrapped=flat)):
             with pytest.raises(MisconfigurationException, match="needs whole weights .* shards them: leave it out"):
-                whole_layers(Callback(), *trained)
+                whole_layers(Callback(), *one)
         ((_, weight),) = latent_weights({"0": model[0]}, torch.bfloat16)
         assert type(weight.values) is torch.Tensor, "it was not gathered"
-        assert torch.equal(weight.values, sharded.full_tensor().bfloat16())
-        assert torch.equal(weight.quantize().codes, quantize(sharded.full_tensor().bfloat16(), weight.cast).codes)
+        assert torch.equal(weight.values, whole.bfloat16())
+        assert torch.equal(weight.quantize().codes, quantize(whole.bfloat16(), weight.cast).codes)
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary"])
+@each("preset", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary"])
 def test_a_sample_of_a_large_weight_has_the_scales_of_the_whole(preset):
-    layer = convert(nn.Linear(256, 512), LinearCasts.preset(preset))
-    ((_, weight),) = latent_weights({"": layer}, torch.float32)
+    ((_, weight),) = latent_weights({"": convert(nn.Linear(256, 512), preset)}, torch.float32)
     some = weight.sample()
     needs_all = weight.cast.scale.block == "tensor" and weight.cast.scale.statistic != "absmax"
     assert len(some.values) == (512 if needs_all else 128), f"of {weight.cast}"
     whole = weight.quantize().dequantize()
     rows = (weight.values[:, None] == some.values[None]).all(-1).nonzero()[:, 0]
     assert torch.equal(some.quantize().dequantize(), whole[rows]), f"rows of {weight.cast} are quantized otherwise"
-    small = convert(nn.Linear(32, 32), LinearCasts.preset(preset))
+    small = convert(nn.Linear(32, 32), preset)
     ((_, weight),) = latent_weights({"": small}, torch.float32)
     assert torch.equal(weight.sample().values, small.weight), "a small weight is looked at whole"

@@ -64,53 +64,41 @@ def column(rows, name):
     return [float(row[name]) for row in rows if row.get(name)]
 
 
-def approx(values):
-    return pytest.approx(values, rel=1e-5)  # logged in float32
+def rates(count, seconds=(2, (3 + 5) / 2, (7 + 11) / 2)):
+    """So many in a batch, over the mean seconds of the batches of each logged step; logged in float32."""
+    return pytest.approx([count / s for s in seconds], rel=1e-5)
 
 
-def test_samples_per_second(clock):
-    """Over the batches since the last time it was logged; the first batch of all is left out."""
-    rows = fit(Model(clock), Throughput())
-    assert column(rows, "samples/s") == approx([BATCH / 2, 2 * BATCH / (3 + 5), 2 * BATCH / (7 + 11)])
-    assert "tflops" not in rows[0]
-    assert "mfu" not in rows[0]
+@each(
+    "options, seconds",
+    [
+        ({}, (2, 4, 9)),  # over the batches since the last time it was logged; the first batch of all is left out
+        # After three batches: the clock restarts, and the fourth is alone.
+        ({"limit_val_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 1}, (2, 5, 9)),
+        # Logged where the optimizer steps, over all micro-batches.
+        ({"accumulate_grad_batches": 2, "max_steps": 3, "log_every_n_steps": 1}, (2, 4, 9)),
+        ({"limit_train_batches": 3}, (2, 4, 9)),  # over epochs the time goes on
+    ],
+)
+def test_samples_per_second(clock, options, seconds):
+    rows = fit(Model(clock), Throughput(), **options)
+    assert column(rows, "samples/s") == rates(BATCH, seconds)
+    assert "tflops" not in rows[0] and "mfu" not in rows[0]
 
 
 def test_another_unit(clock):
     rows = fit(Model(clock), Throughput("tokens", count=lambda batch: batch.numel()))
-    assert column(rows, "tokens/s") == approx([BATCH * WIDTH / s for s in (2, 8 / 2, 18 / 2)])
+    assert column(rows, "tokens/s") == rates(BATCH * WIDTH)
     assert "samples/s" not in rows[0]
-
-
-def test_a_count_that_fails_is_named(clock):
     with pytest.raises(ValueError, match=r"how many words a Tensor holds \(AttributeError: .*Give another count"):
         fit(Model(clock), Throughput("words", count=lambda batch: batch.words))
-
-
-def test_validation_is_no_training_time(clock):
-    rows = fit(Model(clock), Throughput(), limit_val_batches=2, val_check_interval=3, num_sanity_val_steps=1)
-    # validation after three batches: the clock restarts, and the fourth is alone
-    assert column(rows, "samples/s") == approx([BATCH / 2, BATCH / 5, 2 * BATCH / (7 + 11)])
-
-
-def test_accumulated_gradients(clock):
-    """Logged where the optimizer steps, over all micro-batches."""
-    rows = fit(Model(clock), Throughput(), accumulate_grad_batches=2, max_steps=3, log_every_n_steps=1)
-    assert column(rows, "samples/s") == approx([BATCH / 2, 2 * BATCH / (3 + 5), 2 * BATCH / (7 + 11)])
-
-
-def test_over_epochs(clock):
-    """The time goes on, and the first batch is left out once."""
-    rows = fit(Model(clock), Throughput(), limit_train_batches=3)
-    assert column(rows, "samples/s") == approx([BATCH / 2, 2 * BATCH / (3 + 5), 2 * BATCH / (7 + 11)])
 
 
 def test_a_second_run_begins_anew(clock):
     callback = Throughput()
     fit(Model(clock), callback)
     clock.time += 1e6
-    rows = fit(Model(clock), callback, max_steps=2)
-    assert column(rows, "samples/s") == approx([BATCH / 2])
+    assert column(fit(Model(clock), callback, max_steps=2), "samples/s") == rates(BATCH, [2])
 
 
 def test_two_processes(clock, monkeypatch):
@@ -119,8 +107,8 @@ def test_two_processes(clock, monkeypatch):
     model = Model(clock)
     model.flops_per_batch = 1000
     rows = fit(model, Throughput(peak_flops={"float32": 5000.0}))
-    assert column(rows, "samples/s") == approx([2 * BATCH / s for s in (2, 8 / 2, 18 / 2)])
-    assert column(rows, "mfu") == approx([1000 / s / 5000 for s in (2, 8 / 2, 18 / 2)])
+    assert column(rows, "samples/s") == rates(2 * BATCH)
+    assert column(rows, "mfu") == rates(1000 / 5000)
 
 
 # --- FLOPs and peaks --------------------------------------------------------------------------------------------------
@@ -131,94 +119,74 @@ FLOPS = 2 * FORWARD
 BY_DTYPE = {"bfloat16": 4e4, "float32": 1e4, "float4": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("settings", "peak"),
+@each(
+    "settings, peak",
     [
-        ({"plugins": lambda: [FP4Precision(compute_dtype="bf16", backend="emulated")]}, 4e4),
-        ({"plugins": lambda: [FP4Precision(compute_dtype="fp32", backend="emulated")]}, 1e4),
-        ({"precision": lambda: "bf16-mixed"}, 4e4),
-        ({"precision": lambda: "32-true"}, 1e4),
+        (lambda: {"plugins": [FP4Precision(compute_dtype="bf16", backend="emulated")]}, 4e4),
+        (lambda: {"plugins": [FP4Precision(compute_dtype="fp32", backend="emulated")]}, 1e4),
+        (lambda: {"precision": "bf16-mixed"}, 4e4),
+        (lambda: {"precision": "32-true"}, 1e4),
+        # FLOPs are those of a micro-batch, and so are the batches.
+        (lambda: {"accumulate_grad_batches": 2, "max_steps": 3, "log_every_n_steps": 1}, 1e4),
     ],
 )
 def test_measured_flops(clock, settings, peak):
     """Those of the first step, over the peak of what GEMMs are executed in."""
-    settings = {name: make() for name, make in settings.items()}
-    rows = fit(Model(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE), **settings)
-    assert column(rows, "tflops") == approx([FLOPS / s / 1e12 for s in (2, 8 / 2, 18 / 2)])
-    assert column(rows, "mfu") == approx([FLOPS / s / peak for s in (2, 8 / 2, 18 / 2)])
-
-
-@pytest.mark.parametrize("peaks", [{"float8": 8e4, "float32": 1e4}, {"float32": 1e4}])
-def test_native_gemms_have_the_peak_of_fp8(clock, within, peaks):
-    """Of two layers of one size the first is native; no gradient of its input is needed."""
-    first_of_two_is_native(clock, within, FP8Precision("current", **SECOND_IN_HP), peaks, "float8", 2)
-
-
-@pytest.mark.parametrize("peaks", [{"int8": 8e4, "float8": 1.0, "float32": 1e4}, {"float8": 8e4, "float32": 1e4}])
-def test_native_gemms_have_the_peak_of_int8(clock, within, peaks):
-    """Of a ternary layer the forward pass alone is native."""
-    first_of_two_is_native(clock, within, TernaryPrecision(**SECOND_IN_HP), peaks, "int8", 1)
-
-
-@pytest.mark.parametrize("peaks", [{"int8": 8e4, "float32": 1e4}])
-def test_gemms_of_codes_have_the_peak_of_int8(clock, within, peaks):
-    first_of_two_is_native(clock, within, FP4Precision(**SECOND_IN_HP), peaks, "int8", 2)
+    rows = fit(Model(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE), **settings())
+    assert column(rows, "tflops") == rates(FLOPS / 1e12)
+    assert column(rows, "mfu") == rates(FLOPS / peak)
 
 
 SECOND_IN_HP = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
 
 
-def first_of_two_is_native(clock, within, plugin, peaks, kind, native):
-
-    class TwoLayers(Model):
-        def __init__(self, clock):
-            super().__init__(clock)
-            self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-        def train_dataloader(self):
-            return DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)  # of which nothing is padded
-
-    within(declared("cpu", {"fp8", "int8", "cpu"}))
-    rows = fit(TwoLayers(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[plugin])
-    gemm = 2 * 16 * WIDTH * WIDTH
-    if kind not in peaks:
-        assert "mfu" not in rows[0]
-        return
-    shortest = native * gemm / 8e4 + (5 - native) * gemm / 1e4  # seconds
-    assert column(rows, "mfu") == approx([shortest / s for s in (2, 8 / 2, 18 / 2)])
+@each(
+    "make, peaks, native",
+    [
+        (lambda: FP8Precision("current", **SECOND_IN_HP), {"float8": 8e4, "float32": 1e4}, 2),
+        (lambda: FP8Precision("current", **SECOND_IN_HP), {"float32": 1e4}, None),
+        # Of a ternary layer the forward pass alone is native.
+        (lambda: TernaryPrecision(**SECOND_IN_HP), {"int8": 8e4, "float8": 1.0, "float32": 1e4}, 1),
+        (lambda: TernaryPrecision(**SECOND_IN_HP), {"float8": 8e4, "float32": 1e4}, None),
+        (lambda: FP4Precision(**SECOND_IN_HP), {"int8": 8e4, "float32": 1e4}, 2),  # GEMMs of codes
+    ],
+)
+def test_native_gemms_have_the_peak_of_their_kind(clock, make, peaks, native):
+    """Of two layers of one size the first is native; no gradient of its input is needed."""
+    model = Model(clock)
+    model.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    # 16 rows, of which nothing is padded.
+    model.train_dataloader = lambda: DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)
+    with declared("cpu", {"fp8", "int8", "cpu"}):
+        rows = fit(model, PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[make()])
+    if native is None:
+        assert "mfu" not in rows[0], "a peak is unknown"
+    else:
+        gemm = 2 * 16 * WIDTH * WIDTH
+        assert column(rows, "mfu") == rates(native * gemm / 8e4 + (5 - native) * gemm / 1e4)
 
 
 def test_the_modules_own_number_goes_first(clock):
     model = Model(clock)
     model.flops_per_batch = 600
     rows = fit(model, PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE))
-    assert column(rows, "mfu") == approx([600 / s / 1e4 for s in (2, 8 / 2, 18 / 2)])
-
-
-def test_accumulated_gradients_have_the_same_utilization(clock):
-    """FLOPs are those of a micro-batch, and so are the batches."""
-    callbacks = PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE)
-    rows = fit(Model(clock), *callbacks, accumulate_grad_batches=2, max_steps=3, log_every_n_steps=1)
-    assert column(rows, "mfu") == approx([FLOPS / s / 1e4 for s in (2, 8 / 2, 18 / 2)])
+    assert column(rows, "mfu") == rates(600 / 1e4)
 
 
 def test_recomputed_activations_do_not_count(clock):
-    class Recomputed(Model):
-        def __init__(self, clock):
-            super().__init__(clock, recompute=True)
-            self.layer = nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh())
-
-    summary = PrecisionSummary(quiet=True)
-    rows = fit(Recomputed(clock), summary, Throughput(peak_flops=BY_DTYPE))
+    model, summary = Model(clock, recompute=True), PrecisionSummary(quiet=True)
+    model.layer = nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh())
+    rows = fit(model, summary, Throughput(peak_flops=BY_DTYPE))
     assert summary.counter.recomputed == FORWARD
     assert summary.coverage().flops == FLOPS + FORWARD
-    assert column(rows, "mfu") == approx([FLOPS / s / 1e4 for s in (2, 8 / 2, 18 / 2)])
+    assert column(rows, "mfu") == rates(FLOPS / 1e4)
 
 
-@pytest.mark.parametrize("peaks", [None, {}, {"bfloat16": 1.0}], ids=["of a CPU", "none", "of another type"])
+@each("peaks", [None, {}, {"bfloat16": 1.0}])
 def test_no_utilization_without_a_peak(clock, peaks):
+    """Of a CPU none is known, and another type's does not help."""
     rows = fit(Model(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks))
-    assert column(rows, "tflops") == approx([FLOPS / s / 1e12 for s in (2, 8 / 2, 18 / 2)])
+    assert column(rows, "tflops") == rates(FLOPS / 1e12)
     assert "mfu" not in rows[0]
 
 
@@ -259,8 +227,5 @@ def test_peaks_are_dense_and_grow_as_bits_shrink():
 
 
 def test_no_device_name_is_asked_for_on_other_devices(monkeypatch):
-    def fail(device):
-        raise AssertionError("asked for a device that is not there")
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: pytest.fail("asked for a device of others"))
     assert peaks_of(torch.device("cpu")) == {}

@@ -20,27 +20,30 @@ from tests.callbacks.osci_reset.weights import (
     trainer,
 )
 from tests.lightning_imports import Callback, CSVLogger, RandomDataset
+from tests.tables import each
+
+TREMBLE = ["oscillating", "oscillating below 0"]
 
 
 def test_what_oscillates_is_set_to_its_center():
     weights = fit(OsciReset(window=10, every=20))
-    assert reset_at(weights) == {10: ["oscillating", "oscillating below 0"]}
+    assert reset_at(weights) == {10: TREMBLE}
     after = dict(zip(MOVES, weights[9].flatten().tolist(), strict=True))
     assert after["oscillating"] == pytest.approx(2.0), "2.49 is rounded to 2"
     assert after["oscillating below 0"] == 0.0
     torch.testing.assert_close(weights[8], WEIGHT[9])
-    rest = [i for i, name in enumerate(MOVES) if not name.startswith("oscillating b") and name != "oscillating"]
+    rest = [i for i, name in enumerate(MOVES) if name not in TREMBLE]
     assert torch.allclose(weights[9][0, rest], WEIGHT[10][0, rest]), "others have been moved"
 
 
-@pytest.mark.parametrize(
-    ("threshold", "caught"),
+@each(
+    "threshold, caught",
     [
         (51.0, []),
-        (49.0, ["oscillating", "oscillating below 0"]),
-        (4.5, ["oscillating", "oscillating below 0", "crossing once"]),
-        (2.2, ["oscillating", "oscillating below 0", "oscillating widely", "crossing once"]),
-        (1.2, ["oscillating", "oscillating below 0", "oscillating widely", "crossing once"]),
+        (49.0, TREMBLE),
+        (4.5, [*TREMBLE, "crossing once"]),
+        (2.2, [*TREMBLE, "oscillating widely", "crossing once"]),
+        (1.2, [*TREMBLE, "oscillating widely", "crossing once"]),
     ],
 )
 def test_the_ratio_of_two_paths(threshold, caught):
@@ -49,26 +52,25 @@ def test_the_ratio_of_two_paths(threshold, caught):
     assert reset_at(weights) == ({10: caught} if caught else {})
 
 
-def test_a_scale_that_changes_is_no_jump():
-    """The largest element trembles by 5 %, and with it every quantized value, by much more than the weights move."""
+@each(
+    "rest, move, threshold",
+    [
+        # The largest element trembles by 5 %, and with it all quantized values, by much more than the weights move.
+        ([1.1, -2.1, 4.2, -6.2, 3.2, 0.1, 2.2], 0.001, 8.0),
+        # It moves thresholds across weights that rest: codes flip, and yet these do not oscillate.
+        ([1.52, -2.6, 4.55, -6.6, 3.6, 0.51, 2.51], 0.0, 1.01),
+    ],
+)
+def test_a_scale_that_changes_is_no_jump(rest, move, threshold):
     script = WEIGHT.clone()
     script[1::2, 0, 0] = 7.35
-    script[:, 0, 1:] = torch.tensor([1.1, -2.1, 4.2, -6.2, 3.2, 0.1, 2.2])
-    script[1::2, 0, 1:] += 0.001
+    script[:, 0, 1:] = torch.tensor(rest)
+    script[1::2, 0, 1:] += move
     levels = quantize(script.squeeze(1), Cast("int4", Scale("fp32", "row")))
-    assert (levels.codes[0] == levels.codes[1]).all(), "the script does not test what it should"
-    assert (levels.dequantize()[0] - levels.dequantize()[1]).abs()[-1] > 8 * 0.001
-    assert reset_at(fit(OsciReset(window=10, every=20), model=Row(script)), script) == {}
-
-
-def test_what_does_not_move_is_left_alone():
-    """The largest element moves thresholds across weights that rest: codes flip, and yet these do not oscillate."""
-    script = WEIGHT.clone()
-    script[1::2, 0, 0] = 7.35
-    script[:, 0, 1:] = torch.tensor([1.52, -2.6, 4.55, -6.6, 3.6, 0.51, 2.51])
-    levels = quantize(script.squeeze(1), Cast("int4", Scale("fp32", "row")))
-    assert (levels.codes[0] != levels.codes[1]).sum() > 2, "the script does not test what it should"
-    assert reset_at(fit(OsciReset(window=10, every=20, threshold=1.01), model=Row(script)), script) == {}
+    flips = (levels.codes[0] != levels.codes[1]).sum()
+    assert flips == 0 if move else flips > 2, "the script does not test what it should"
+    assert (levels.dequantize()[0] - levels.dequantize()[1]).abs()[-1] > 8 * move
+    assert reset_at(fit(OsciReset(window=10, every=20, threshold=threshold), model=Row(script)), script) == {}
 
 
 def test_a_zero_point():
@@ -83,25 +85,18 @@ def test_a_zero_point():
 def test_weights_stored_the_other_way_round():
     from transformers.pytorch_utils import Conv1D
 
-    class Turned(Row):
-        def __init__(self):
-            super().__init__()
-            self.layer = Conv1D(1, len(MOVES))
-            self.layer.weight.data = WEIGHT[0].t().clone()
-            self.layer.bias.requires_grad_(False)
-
-        def configure_optimizers(self):
-            return Scripted([self.layer.weight], WEIGHT)
-
-        def train_dataloader(self):
-            return DataLoader(RandomDataset(len(MOVES), 64), batch_size=1)
-
-    weights = [weight.t() for weight in fit(OsciReset(window=10, every=20), model=Turned())]
-    assert reset_at(weights) == {10: ["oscillating", "oscillating below 0"]}
+    model = Row()
+    model.layer = Conv1D(1, len(MOVES))
+    model.layer.weight.data = WEIGHT[0].t().clone()
+    model.layer.bias.requires_grad_(False)
+    model.configure_optimizers = lambda: Scripted([model.layer.weight], WEIGHT)
+    model.train_dataloader = lambda: DataLoader(RandomDataset(len(MOVES), 64), batch_size=1)
+    weights = [weight.t() for weight in fit(OsciReset(window=10, every=20), model=model)]
+    assert reset_at(weights) == {10: TREMBLE}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ends"),
+@each(
+    "arguments, ends",
     [
         ({"window": 4, "every": 10}, [4, 14, 24]),
         ({"window": 4, "every": 10, "start": 5}, [9, 19, 29]),
@@ -112,9 +107,8 @@ def test_weights_stored_the_other_way_round():
 )
 def test_windows(arguments, ends):
     """A window ends after ``window`` optimizer steps, whatever the epochs, and that is when it is logged."""
-    run = trainer(
-        OsciReset(**arguments), max_steps=30, limit_train_batches=7, logger=CSVLogger("logs"), log_every_n_steps=9
-    )
+    options = {"max_steps": 30, "limit_train_batches": 7, "logger": CSVLogger("logs"), "log_every_n_steps": 9}
+    run = trainer(OsciReset(**arguments), **options)
     run.fit(Row())
     found = logged(run)
     assert [step + 1 for step in found] == ends, "Lightning numbers the first step 0"
@@ -127,13 +121,11 @@ def test_windows(arguments, ends):
 
 def test_accumulated_gradients():
     """Windows are counted in optimizer steps, and weights change in no other batch."""
-    watch = Watch()
-    run = trainer(
-        OsciReset(window=4, every=6), watch, accumulate_grad_batches=3, max_steps=11, logger=CSVLogger("logs")
-    )
+    options = {"accumulate_grad_batches": 3, "max_steps": 11, "logger": CSVLogger("logs")}
+    run = trainer(OsciReset(window=4, every=6), watch := Watch(), **options)
     run.fit(Row())
     assert len(watch.weights) == 33
-    assert reset_at(watch.weights, accumulate=3) == {4: ["oscillating", "oscillating below 0"]}
+    assert reset_at(watch.weights, accumulate=3) == {4: TREMBLE}
     assert logged(run) == {3: {"reset/fprop_w/layer": 2 / 8}, 9: {"reset/fprop_w/layer": 0.0}}, "set once, it is quiet"
 
 
@@ -170,17 +162,19 @@ def test_several_optimizers():
             return [Scripted([self.layer.weight], WEIGHT), torch.optim.SGD(self.other.parameters(), lr=0.0)]
 
     weights = fit(OsciReset(window=9, every=30, threshold=12), model=Manual(), max_steps=12, limit_train_batches=8)
-    assert reset_at(weights) == {6: ["oscillating", "oscillating below 0"]}, "nine optimizer steps are six batches"
+    assert reset_at(weights) == {6: TREMBLE}, "nine optimizer steps are six batches"
 
 
-@pytest.mark.parametrize("off", ["phase", "λ"])
+@each("off", [lambda plugin: plugin.set_phase("bf16"), lambda plugin: plugin.set_blend(0.0)])
 def test_weights_that_are_not_quantized(off):
     class Switch(Callback):
         """Off for one step within the first window."""
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            plugin, on = trainer.precision_plugin, batch_idx != 5
-            plugin.set_phase("fqt" if on else "bf16") if off == "phase" else plugin.set_blend(float(on))
+            trainer.precision_plugin.set_phase("fqt")
+            trainer.precision_plugin.set_blend(1.0)
+            if batch_idx == 5:
+                off(trainer.precision_plugin)
 
     run = trainer(Switch(), OsciReset(window=8, every=10), max_steps=20, logger=CSVLogger("logs"))
     run.fit(Row())

@@ -12,6 +12,7 @@ from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, trainer
 from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset
+from tests.tables import each
 
 
 class Small(BoringModel):
@@ -45,15 +46,12 @@ def slow(path, cast, threshold):
         yield moved > 0 and jumped >= threshold * moved
 
 
-@pytest.mark.parametrize("plugin", [TernaryPrecision, partial(LowBitPrecision, "nvfp4")])
+@each("plugin", [TernaryPrecision, partial(LowBitPrecision, "nvfp4")])
 def test_a_real_run(plugin):
-    before, after = Watch(), Watch()
-    model, run = (
-        Small(),
-        trainer(before, OsciReset(window=6, every=8), after, plugin=plugin(compute_dtype="bf16"), max_steps=16),
-    )
+    before, after, model = Watch(), Watch(), Small()
     first = model.layer.weight.detach().clone()
-    run.fit(model)
+    plugin = plugin(compute_dtype="bf16")
+    trainer(before, OsciReset(window=6, every=8), after, plugin=plugin, max_steps=16).fit(model)
     cast = model.layer.casts.fprop_w
     number = 0
     for begin, end in ((0, 6), (8, 14)):
@@ -68,25 +66,20 @@ def test_a_real_run(plugin):
 
 
 def test_the_moments_stay():
-    class Moments(Callback):
-        def __init__(self):
-            self.seen = []
-
+    class Moments(Watch):
         def on_train_batch_end(self, trainer, pl_module, *_):
             state = trainer.optimizers[0].state[pl_module.layer.weight]
-            self.seen.append(torch.stack([state["exp_avg"], state["exp_avg_sq"]]).clone())
+            self.weights.append(torch.stack([state["exp_avg"], state["exp_avg_sq"]]).clone())
 
-    before, after = Moments(), Moments()
-    run = trainer(
-        before, OsciReset(window=2, every=2), after, plugin=TernaryPrecision(quantize_output=True), max_steps=4
-    )
+    callbacks = [before := Moments(), OsciReset(window=2, every=2), after := Moments()]
+    run = trainer(*callbacks, plugin=TernaryPrecision(quantize_output=True), max_steps=4)
     run.fit(Small())
-    assert torch.equal(torch.stack(before.seen), torch.stack(after.seen))
+    assert torch.equal(torch.stack(before.weights), torch.stack(after.weights))
     assert run.callback_metrics["reset/fprop_w/layer"] > 0, "the run does not test what it should"
 
 
-@pytest.mark.parametrize("at", [3, 4, 5, 6, 9, 10])
-def test_a_resumed_run_goes_on_with_its_window(tmp_path, at):
+@each("at", [3, 4, 5, 6, 9, 10])
+def test_a_resumed_run_goes_on_with_its_window(at):
     """Windows are open from 0 to 5 and from 10 to 15; checkpoints lie within, at the ends and in between.
 
     Were paths of the first four steps lost, the fifth alone would not reach the threshold, or too easily.
@@ -95,41 +88,35 @@ def test_a_resumed_run_goes_on_with_its_window(tmp_path, at):
     class Keep(Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == at:
-                trainer.save_checkpoint(tmp_path / "x.ckpt")
+                trainer.save_checkpoint("x.ckpt")
 
     def run(*callbacks, **kwargs):
-        made = trainer(
-            OsciReset(window=5, every=10, threshold=12),
-            *callbacks,
-            max_steps=16,
-            limit_train_batches=1,
-            logger=CSVLogger("logs"),
-        )
-        model = Row()
-        made.fit(model, **kwargs)
-        return model.layer.weight.detach(), logged(made)
+        options = {"max_steps": 16, "limit_train_batches": 1, "logger": CSVLogger("logs")}
+        one, model = trainer(OsciReset(window=5, every=10, threshold=12), *callbacks, **options), Row()
+        one.fit(model, **kwargs)
+        return model.layer.weight.detach(), logged(one)
 
     whole, rows = run(Keep())
-    resumed, more = run(ckpt_path=tmp_path / "x.ckpt", weights_only=True)
+    resumed, more = run(ckpt_path="x.ckpt", weights_only=True)
     assert list(rows) == [4, 14], "the run does not test what it should"
     assert rows[4] == {"reset/fprop_w/layer": 2 / 8}
     assert more == {step: row for step, row in rows.items() if step >= at}
     assert torch.equal(whole, resumed)
 
 
-def test_a_window_is_part_of_the_checkpoint_while_it_is_open(tmp_path):
+def test_a_window_is_part_of_the_checkpoint_while_it_is_open():
     for steps, size in ((3, 2 * WEIGHT[0].numel()), (5, 0)):
         run = trainer(OsciReset(window=4, every=10), max_steps=steps)
         run.fit(Row())
-        run.save_checkpoint(tmp_path / "x.ckpt")
-        (state,) = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"].values()
+        run.save_checkpoint("x.ckpt")
+        (state,) = torch.load("x.ckpt", weights_only=True)["callbacks"].values()
         assert sum(tensor.numel() for paths in state["paths"].values() for tensor in paths.values()) == size
         loaded = OsciReset(window=4, every=10)
         loaded.load_state_dict(state)
         assert loaded.state_dict() == state, "what is loaded and saved again before training starts is lost"
 
 
-@pytest.mark.parametrize("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}], ids=str)
+@each("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}])
 def test_nothing_to_act_on(casts):
     with pytest.raises(MisconfigurationException, match="OsciReset needs .* and of 1 converted layers none has one"):
         fit(OsciReset(), plugin=LowBitPrecision(casts))

@@ -1,5 +1,8 @@
 """Runs with a precision summary."""
 
+import json
+from dataclasses import asdict
+
 from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSummary
@@ -32,6 +35,17 @@ def fit(*callbacks, model=None, ckpt_path=None, **kwargs):
     """Runs, and returns the summary among the callbacks."""
     trainer_with(*callbacks, **kwargs).fit(model or Two(), ckpt_path=ckpt_path)
     return next((callback for callback in callbacks if isinstance(callback, PrecisionSummary)), None)
+
+
+def report(*callbacks, model=None, ckpt_path=None, **kwargs):
+    """A quiet summary of a run, its data, and its sections as text; the Trainer."""
+    trainer = trainer_with(summary := PrecisionSummary(quiet=True), *callbacks, **kwargs)
+    trainer.fit(model or Two(), ckpt_path=ckpt_path)
+    return summary, summary.report_data(trainer), sections_of(summary, trainer), trainer
+
+
+def sections_of(summary, trainer):
+    return json.dumps([asdict(section) for section in summary.report_sections(trainer)])
 
 
 CAPTION, COVERAGE, AVERAGE = "weights and biases of converted layers", "Coverage: ", "Average over the run: "

@@ -1,7 +1,6 @@
-"""The precision summary as JSON and in reports; it changes nothing."""
+"""The precision summary as JSON and in reports, and when it measures the speed of GEMMs; it changes nothing."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,13 +8,34 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_lowbit import FP8Precision, GradientNoiseMonitor, LowBitPrecision, PrecisionSummary, QAFSwitch, convert
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    GradientNoiseMonitor,
+    LowBitPrecision,
+    PrecisionSummary,
+    QAFSwitch,
+    convert,
+)
 from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.kernels.cpu.gemms import instructions
 from lightning_lowbit.nn.layers.speed import Times, times_from
 from lightning_lowbit.nn.native.devices import declared
-from tests.callbacks.precision_summary.runs import AVERAGE, BITS, COVERAGE, FIRST, LAST, TOTAL, Two, fit, trainer_with
-from tests.lightning_imports import BoringModel, Callback, TensorBoardLogger, quiet_trainer
+from tests.callbacks.precision_summary.runs import (
+    AVERAGE,
+    BITS,
+    COVERAGE,
+    FIRST,
+    LAST,
+    TOTAL,
+    Two,
+    fit,
+    report,
+    sections_of,
+    trainer_with,
+)
+from tests.lightning_imports import BoringModel, Callback, SingleDeviceStrategy, TensorBoardLogger, quiet_trainer
+from tests.tables import each
 
 
 def traces():
@@ -26,9 +46,7 @@ def traces():
 def test_writes_json_beside_the_log(tmp_path, within):
     within(declared("cpu", {"cpu"}))
     within(times_from(lambda _: Times(native=2.0, emulated=3.5, unquantized=3.0)))
-    summary = fit(
-        PrecisionSummary("bits.json", quiet=True), QAFSwitch(step=1), logger=TensorBoardLogger(tmp_path), max_steps=2
-    )
+    summary = fit(PrecisionSummary("bits.json", quiet=True), QAFSwitch(step=1), logger=TensorBoardLogger(tmp_path))
     folder = tmp_path / "lightning_logs" / "version_0"
     data = json.loads((folder / "bits.json").read_text())
     casts = data["layers"][0].pop("casts")
@@ -59,8 +77,8 @@ def test_writes_json_beside_the_log(tmp_path, within):
     assert not list(folder.glob(".*")), "a partial file was left"
 
 
-@pytest.mark.parametrize(
-    ("plugin", "has_tensor_cores", "where", "native"),
+@each(
+    "make, has_tensor_cores, where, native",
     [
         (lambda: FP8Precision("current"), True, "native", ["fprop", "dgrad", "wgrad"]),
         (lambda: FP8Precision("current"), False, "emulated", []),
@@ -75,43 +93,28 @@ def test_writes_json_beside_the_log(tmp_path, within):
         ),
     ],
 )
-def test_says_which_layers_run_natively(within, plugin, has_tensor_cores, where, native):
-    within(declared("cpu", {"fp8", "int8"} if has_tensor_cores else ()))
-    summary, model = PrecisionSummary(quiet=True), Two()
-    trainer = trainer_with(summary, plugin=plugin())
-    trainer.fit(model)
-    assert [row[-1] for row in layer_table(model).rows] == [where, where]
-    assert [layer["native"] for layer in summary.report_data(trainer)["layers"]] == [native, native]
-    share = sum(summary.counter.native_shares(torch.device("cpu")).values())
-    assert (share == 1) == (where == "native"), f"{share:.0%} of the FLOPs are said to be native"
+def test_says_which_layers_run_natively(make, has_tensor_cores, where, native):
+    with declared("cpu", {"fp8", "int8"} if has_tensor_cores else ()):
+        summary, data, *_ = report(model=(model := Two()), plugin=make())
+        assert [row[-1] for row in layer_table(model).rows] == [where, where]
+        assert [layer["native"] for layer in data["layers"]] == [native, native]
+        share = sum(summary.counter.native_shares(torch.device("cpu")).values())
+        assert (share == 1) == (where == "native"), f"{share:.0%} of the FLOPs are said to be native"
 
 
-def test_writes_nothing_without_a_logger(tmp_path):
-    fit(PrecisionSummary(quiet=True))
-    assert not list(tmp_path.rglob("*.json"))
-
-
-def test_reports_are_plain_data():
-    summary = PrecisionSummary(quiet=True)
-    trainer = trainer_with(summary)
-    trainer.fit(Two())
-    data = summary.report_data(trainer)
+def test_reports_are_plain_data(tmp_path):
+    summary, data, text, trainer = report()
     assert json.loads(json.dumps(data)) == data
-    sections = summary.report_sections(trainer)
-    assert [section.title for section in sections] == ["Layers and casts", "Coverage"]
-    text = json.dumps([asdict(section) for section in sections])
-    assert "layer.0" in text
-    assert COVERAGE in text
-    assert AVERAGE in text
+    assert [section.title for section in summary.report_sections(trainer)] == ["Layers and casts", "Coverage"]
+    assert all(part in text for part in ("layer.0", COVERAGE, AVERAGE))
+    assert not list(tmp_path.rglob("*.json")), "it writes without a logger"
 
 
 def test_a_report_without_a_step():
     summary = PrecisionSummary(quiet=True)
     trainer = trainer_with(summary)
     summary.on_train_start(trainer, Two())
-    assert "No training step was taken." in json.dumps(
-        [asdict(section) for section in summary.report_sections(trainer)]
-    )
+    assert "No training step was taken." in sections_of(summary, trainer)
     assert json.dumps(summary.report_data(trainer))
     assert summary.report_alerts(trainer) == []
 
@@ -138,27 +141,25 @@ def test_results_are_the_same_to_the_bit():
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@each("order", [1, -1])
 def test_a_further_draw_is_not_counted(order):
-    summary = PrecisionSummary(quiet=True)
-    fit(*[summary, GradientNoiseMonitor(1)][::order], model=Two())
+    summary = fit(*[PrecisionSummary(quiet=True), GradientNoiseMonitor(1)][::order])
     assert summary.coverage().flops == summary.counter.model_flops == TOTAL
     assert summary.coverage().uncovered == {"layer.2": 3 * LAST}
     assert not summary.coverage().uncounted
 
 
-@pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_before_optimizer_step"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyError])
-def test_an_exception_in_the_first_step(where, error):
+@each("where", ["training_step", "on_after_backward", "on_before_optimizer_step"])
+def test_an_exception_in_the_first_step(where):
     """It arrives as it was, no counter stays, and what was half measured is not told as if it were all."""
     model, summary, before = Two(), PrecisionSummary(), traces()
 
     def fail(*_):
-        raise error("broken")
+        raise KeyError("broken")
 
     setattr(model, where, fail)
     trainer = trainer_with(summary)
-    with pytest.raises(error, match="broken") as caught:
+    with pytest.raises(KeyError, match="broken") as caught:
         trainer.fit(model)
     assert caught.value.__context__ is None, "masked by another exception"
     assert traces() == before
@@ -183,7 +184,7 @@ def test_counts_the_first_step_only():
     assert watch.modes == [1, 0, 0]
 
 
-def test_names_in_the_tables(capsys):
+def test_names_in_the_tables():
     """Numbers that are missing in a row are not in its name; tied weights are counted once."""
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(5))
@@ -205,3 +206,63 @@ def test_a_skipped_first_batch_leaves_no_counter():
     summary = PrecisionSummary(quiet=True)
     quiet_trainer(max_epochs=1, limit_val_batches=0, callbacks=[summary]).fit(Skips())
     assert summary.counter is None and not _get_current_dispatch_mode_stack()
+
+
+SAYS = "Native on this CPU: GEMMs of codes by "
+
+
+class Steps(Callback):
+    """Counts the steps that have begun."""
+
+    begun = 0
+
+    def on_train_batch_start(self, *_):
+        self.begun += 1
+
+
+@pytest.fixture
+def asked(within):
+    """The steps that had begun when the speed was measured."""
+    within(declared("cpu", {"cpu"}))
+    steps, moments = Steps(), []
+    within(times_from(lambda _: moments.append(steps.begun) or Times(4.0, 2.0, 1.0)))
+    return steps, moments
+
+
+def test_it_is_measured_before_the_first_step(asked, capsys):
+    steps, moments = asked
+    fit(steps)
+    assert steps.begun == 2 and moments == [], "measured without a summary"
+    fit(PrecisionSummary(), steps)
+    assert steps.begun == 4 and moments == [2]
+    words = " ".join(capsys.readouterr().out.split())
+    assert words.count(SAYS) == 1
+    assert "The emulation is faster here: backend='emulated' takes it." in words
+
+
+@pytest.mark.parametrize("backend", ["auto", "emulated"])
+def test_it_is_said_of_models_that_have_such_gemms(asked, capsys, backend):
+    steps, moments = asked
+    fit(PrecisionSummary(), steps, plugin=FP4Precision(backend=backend, skip=["layer.2"]))
+    assert len(moments) == (SAYS in capsys.readouterr().out) == (backend == "auto")
+
+
+@pytest.mark.skipif(instructions() is None, reason="the C++ kernels cannot be built")
+def test_gemms_that_are_left_out_are_measured_and_taken_by_no_measurement(monkeypatch, within, capsys):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    within(times_from(lambda _: Times(1.0, 2.0, 1.5)))
+    summary = fit(PrecisionSummary(), plugin=FP4Precision(backend="auto", skip=["layer.2"]))
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Emulated, fprop, dgrad, wgrad of nvfp4: this CPU has tile units (AMX)" in words
+    assert "Left out on this CPU: GEMMs of codes by " in words
+    assert "They are faster here: backend='native' takes them." in words
+    assert summary.counter.native_shares(torch.device("cpu")) == {}
+
+
+def test_the_first_process_alone_measures(asked):
+    class Second(SingleDeviceStrategy):
+        is_global_zero = False
+
+    _, data, *_ = report(asked[0], strategy=Second(device="cpu"))
+    assert asked[1] == []
+    assert "gemms_of_codes" not in data

@@ -1,9 +1,7 @@
 """What the precision summary says and measures."""
 
-import json
 import re
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -33,6 +31,7 @@ from tests.callbacks.precision_summary.runs import (
     TOTAL,
     Two,
     fit,
+    report,
     trainer_with,
 )
 from tests.lightning_imports import BoringModel, RichProgressBar, TQDMProgressBar
@@ -79,18 +78,21 @@ def test_says_layers_coverage_and_average_once(capsys):
     assert output.index("1.06 k of") < output.index(COVERAGE) < output.index(AVERAGE)
 
 
-def test_says_why_gemms_are_emulated(capsys, within):
-    within(declared("cpu", ()))
-    for plugin, reason in {
-        FP4Precision(
-            **SKIP
-        ): "Emulated, fprop, dgrad, wgrad of nvfp4: GEMMs of codes on CPUs need the C++ kernels; 'cpu' is declared to "
-        "have none.",
-        FP4Precision(**SKIP, backend="emulated"): "Emulated, fprop, dgrad, wgrad of nvfp4: backend='emulated'.",
-        LowBitPrecision("mxfp6", **SKIP): "Emulated, fprop, dgrad, wgrad of mxfp6: no native GEMM takes these casts.",
-    }.items():
-        fit(PrecisionSummary(), plugin=plugin)
-        assert reason in " ".join(capsys.readouterr().out.split())
+@each(
+    "make, reason",
+    [
+        (
+            lambda: FP4Precision(**SKIP),
+            "nvfp4: GEMMs of codes on CPUs need the C++ kernels; 'cpu' is declared to have none.",
+        ),
+        (lambda: FP4Precision(**SKIP, backend="emulated"), "nvfp4: backend='emulated'."),
+        (lambda: LowBitPrecision("mxfp6", **SKIP), "mxfp6: no native GEMM takes these casts."),
+    ],
+)
+def test_says_why_gemms_are_emulated(capsys, make, reason):
+    with declared("cpu", ()):
+        fit(PrecisionSummary(), plugin=make())
+    assert f"Emulated, fprop, dgrad, wgrad of {reason}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch, within):
@@ -130,14 +132,11 @@ def test_columns_that_are_wide_together_are_folded():
     assert len(plain(Table(["operand"], [["x" * 100]])).splitlines()[2]) == 100, "nothing has to be folded"
 
 
-@pytest.mark.parametrize(
-    "bar", [LowBitProgressBar, TQDMProgressBar, lambda: LowBitProgressBar(refresh_rate=0), RichProgressBar]
-)
-@pytest.mark.parametrize("bar_first", [False, True])
-def test_above_a_progress_bar(capsys, bar, bar_first):
+@each("bar", [LowBitProgressBar, TQDMProgressBar, lambda: LowBitProgressBar(refresh_rate=0), RichProgressBar])
+@each("order", [1, -1])
+def test_above_a_progress_bar(capsys, bar, order):
     """All of it, whatever the order of callbacks, and no line has a piece of the bar in it."""
-    order = [bar(), PrecisionSummary()] if bar_first else [PrecisionSummary(), bar()]
-    fit(*order, enable_progress_bar=True)
+    fit(*[bar(), PrecisionSummary()][::order], enable_progress_bar=True)
     output = capsys.readouterr().out
     assert_said_once(output)
     [line] = [line for line in re.split(r"[\n\r]", output) if COVERAGE in line]
@@ -145,14 +144,14 @@ def test_above_a_progress_bar(capsys, bar, bar_first):
     assert "it/s" not in line
 
 
-@pytest.mark.parametrize(("precision", "bits"), [("bf16-mixed", 16), ("32-true", 32), ("64-true", 64)])
-def test_without_the_plugin(capsys, precision, bits):
-    summary = fit(PrecisionSummary(), precision=precision)
+@each("precision, bits", [("bf16-mixed", 16), ("32-true", 32), ("64-true", 64)])
+def test_without_the_plugin(precision, bits):
+    summary, _, text, _ = report(precision=precision)
     coverage = summary.coverage()
     assert coverage.share == 0
     assert coverage.average_bits == summary.average_bits() == bits
     assert coverage.uncovered == {"layer.0": 2 * FIRST, "layer.2": 3 * LAST}
-    assert "Coverage: 0.0% of 4480 FLOPs" in capsys.readouterr().out
+    assert "Coverage: 0.0% of 4480 FLOPs" in text
 
 
 def test_high_precision_is_that_of_the_plugin():
@@ -168,15 +167,14 @@ def test_layers_alike_are_one_row():
     assert "none" in layer_table(nn.Identity()).caption
 
 
-def test_an_operation_without_a_formula_is_named(capsys):
+def test_an_operation_without_a_formula_is_named():
     class Trilinear(Two):
         def training_step(self, batch, batch_idx):
             nn.functional.bilinear(batch, batch, batch.new_ones(1, 32, 32))
             return super().training_step(batch, batch_idx)
 
-    fit(PrecisionSummary(), model=Trilinear())
-    said = capsys.readouterr().out
-    assert "Matrix products whose FLOPs are not known are left out of all numbers: aten._trilinear." in said
+    _, _, text, _ = report(model=Trilinear())
+    assert "Matrix products whose FLOPs are not known are left out of all numbers: aten._trilinear." in text
 
 
 @each(
@@ -203,27 +201,14 @@ def test_nothing_is_known_before_the_first_step():
     assert summary.report_data(trainer) == {"layers": []}
 
 
-def test_average_over_phases():
-    summary = fit(PrecisionSummary(quiet=True), QAFSwitch(step=2), max_steps=5)
-    assert summary.coverage("fqt").average_bits == pytest.approx(BITS["fqt"])
-    assert summary.coverage("qaf").average_bits == pytest.approx(BITS["qaf"])
-    assert summary.average_bits() == pytest.approx((2 * BITS["fqt"] + 3 * BITS["qaf"]) / 5)
-
-
 def test_a_resumed_run_continues_the_average(tmp_path):
     """The first step after the resume is in another phase, and the coverage said is that of full quantization."""
-
-    def run(steps, ckpt_path=None):
-        summary = PrecisionSummary(quiet=True)
-        trainer = trainer_with(summary, QAFSwitch(step=2), max_steps=steps)
-        trainer.fit(Two(), ckpt_path=ckpt_path)
-        return summary, trainer
-
-    _, trainer = run(4)
+    *_, trainer = report(QAFSwitch(step=2), max_steps=4)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    summary, trainer = run(8, tmp_path / "x.ckpt")
+    summary, data, *_ = report(QAFSwitch(step=2), max_steps=8, ckpt_path=tmp_path / "x.ckpt")
+    for phase, bits in BITS.items():
+        assert summary.coverage(phase).average_bits == pytest.approx(bits)
     assert summary.average_bits() == pytest.approx((2 * BITS["fqt"] + 6 * BITS["qaf"]) / 8)
-    data = summary.report_data(trainer)
     assert data["optimizer_steps_by_phase"] == {"fqt": 2, "qaf": 6}
     assert data["coverage"] == pytest.approx(2 * FIRST / TOTAL)
 
@@ -234,61 +219,35 @@ def test_each_step_counts_with_its_casts(saved, tmp_path):
     """In one run, and resumed before, at and after a switch of layers: 2 steps, and 3 that are not quantized."""
 
     def run(steps, ckpt_path=None):
-        summary = PrecisionSummary(quiet=True)
         switches = [PrecisionSwitch({".*": "bf16"}, step=2), QAFSwitch(step=1)]
-        trainer = trainer_with(summary, *switches, max_steps=steps)
-        trainer.fit(Two(), ckpt_path=ckpt_path)
-        return summary, trainer
+        return report(*switches, max_steps=steps, ckpt_path=ckpt_path)
 
     if saved:
-        run(saved)[1].save_checkpoint(tmp_path / "x.ckpt")
-    summary, trainer = run(5, tmp_path / "x.ckpt" if saved else None)
+        run(saved)[-1].save_checkpoint(tmp_path / "x.ckpt")
+    summary, data, text, _ = run(5, tmp_path / "x.ckpt" if saved else None)
     assert summary.average_bits() == pytest.approx((BITS["fqt"] + BITS["qaf"] + 3 * 16) / 5)
-    data = summary.report_data(trainer)
     assert data["bits_by_phase"] == pytest.approx({"fqt": BITS["fqt"], "qaf": (BITS["qaf"] + 3 * 16) / 4})
-    texts = json.dumps([asdict(section) for section in summary.report_sections(trainer)])
-    assert "16.00 bits per GEMM operand, with the last layers and casts." in texts
+    assert "16.00 bits per GEMM operand, with the last layers and casts." in text
 
 
-def test_accumulated_gradients():
-    """FLOPs are those of one micro-batch, steps those of the optimizer."""
-    summary = PrecisionSummary(quiet=True)
-    trainer = trainer_with(summary, accumulate_grad_batches=2)
-    trainer.fit(Two())
-    assert summary.coverage().flops == TOTAL
-    assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
-
-
-def assert_manual(summary, trainer):
-    trainer.fit(model := Manual())
-    assert not model.automatic_optimization
-    assert dict(summary.counter.others) == {"layer.2": 3 * LAST}
-    assert summary.counter.model_flops == summary.coverage().flops == TOTAL
-    assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
-
-
-def test_manual_optimization():
-    summary = PrecisionSummary(quiet=True)
-    assert_manual(summary, trainer_with(summary))
-
-
-def test_manual_optimization_under_ddp():
-    """Its forward runs the whole training step, and the backward pass with it."""
-    summary = PrecisionSummary(quiet=True)
+@each("kind, options", [(Two, {"accumulate_grad_batches": 2}), (Manual, {}), (Manual, {"strategy": "ddp"})])
+def test_flops_of_a_micro_batch_and_steps_of_the_optimizer(kind, options):
+    """Under DDP the forward pass of manual optimization is the whole training step, and the backward pass with it."""
     try:
-        assert_manual(summary, trainer_with(summary, strategy="ddp", devices=1))
+        summary, data, *_ = report(model=kind(), devices=1, **options)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+    assert dict(summary.counter.others) == {"layer.2": 3 * LAST}
+    assert summary.counter.model_flops == summary.coverage().flops == TOTAL
+    assert data["optimizer_steps_by_phase"] == {"fqt": 2}
 
 
-@pytest.mark.parametrize("base", [Two, Manual])
+@each("base", [Two, Manual])
 def test_the_optimizers_own_arithmetic_is_not_counted(base):
-    class Model(base):
-        def configure_optimizers(self):
-            return Multiplies(self.parameters(), lr=0.1)
-
-    summary = fit(PrecisionSummary(quiet=True), model=Model())
+    model = base()
+    model.configure_optimizers = lambda: Multiplies(model.parameters(), lr=0.1)
+    summary = fit(PrecisionSummary(quiet=True), model=model)
     assert summary.coverage().uncovered == {"layer.2": 3 * LAST}
 
 

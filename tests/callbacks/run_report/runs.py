@@ -8,7 +8,7 @@ import torch
 from lightning_lowbit import FP4Precision
 from lightning_lowbit.callbacks.run_report import RunReport
 from tests.lightning_imports import BoringModel, Checkpoint, quiet_trainer
-from tests.report.test_html import EVIL
+from tests.report.test_html import EVIL, check_self_contained
 
 
 class Known(BoringModel):
@@ -61,6 +61,18 @@ def load(folder="."):
         raise AssertionError(f"{constant} is no JSON")
 
     return json.loads((Path(folder) / "run.json").read_text(), parse_constant=refuse)
+
+
+def page(folder="."):
+    """The text of a page, and its source."""
+    source = (Path(folder) / "report.html").read_text()
+    return check_self_contained(source).text, source
+
+
+def both(model=None, *callbacks, **kwargs):
+    """The file and the text of the page of a run in the current folder."""
+    trainer(*callbacks, **kwargs).fit(model or Known())
+    return load(), page()[0]
 
 
 def steps(run, name):

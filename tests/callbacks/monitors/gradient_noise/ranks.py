@@ -61,25 +61,23 @@ class Regression(ranks.Regression):
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.02, momentum=0.5)
 
 
-class Gradients(Callback):
-    """Whether a measurement leaves gradients as they are; it comes after the monitor."""
+class Gradients:
+    """Whether measurements leave gradients as they are."""
 
     def __init__(self, monitor):
         self.same = []
-        before = []
-        source = monitor._source
-        take = source.before_backward
+        take = monitor._source.before_backward
 
         def watched(trainer, *arguments):
             parameters = [*trainer.model.parameters()]
-            before[:] = [None if p.grad is None else full(p.grad).clone() for p in parameters]
-            found = take(trainer, *arguments)
+            before = [None if p.grad is None else full(p.grad).clone() for p in parameters]
+            sums = take(trainer, *arguments)
             after = [None if p.grad is None else full(p.grad) for p in parameters]
-            pairs = list(zip(before, after, strict=True))
+            pairs = zip(before, after, strict=True)
             self.same.append(all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs))
-            return found
+            return sums
 
-        source.before_backward = watched
+        monitor._source.before_backward = watched
 
 
 class Save(Callback):
@@ -103,38 +101,25 @@ def trainer(name, casts, *callbacks, **kwargs):
     )
 
 
-def layers_of(run):
-    """What was logged of layers, and of all together."""
-    return {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("gradient")}
+def results_of(monitor, run, model):
+    """Measurements, what was logged of layers and of all together, and weights at the end."""
+    layers = {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("gradient")}
+    return {"measurements": monitor.measurements(), "layers": layers, "weights": model.whole}
 
 
 def train(name, casts, micro, measured=True):
-    """Measurements by two draws, weights at the end, and whether gradients stayed what they were."""
+    """Results by two draws, and whether gradients stayed what they were."""
     monitor = GradientNoiseMonitor(1, average=1, layers=[r"body\.\d"])
     gradients = Gradients(monitor)
     run = trainer(name, casts, *([monitor] if measured else []), accumulate_grad_batches=micro)
     model = Regression(0.0 if casts == "weight" else 0.2, name == "fsdp2", "unused" in name)
     torch.manual_seed(1 + run.global_rank)
     run.fit(model)
-    return {
-        "measurements": monitor.measurements(),
-        "layers": layers_of(run),
-        "weights": model.whole,
-        "same gradients": gradients.same,
-        "random": torch.rand(4),
-    }
+    return {**results_of(monitor, run, model), "same gradients": gradients.same, "random": torch.rand(4)}
 
 
 def ask(name, measured=True, steps=STEPS, start=None, end=None):
-    """Measurements by layers, and weights at the end.
-
-    Args:
-        name: of the strategy.
-        measured: whether there is a monitor.
-        steps: at which it stops.
-        start: the checkpoint from which it goes on.
-        end: where to leave one.
-    """
+    """Results by layers; ``start`` and ``end`` are the checkpoint that it goes on from, and one that it leaves."""
     monitor = GradientNoiseMonitor(1, kind="layers", average=STEPS, layers=[r"body\.\d"])
     # An epoch is a step: Lightning resumes with the next epoch.
     kwargs = {"max_steps": steps, "limit_train_batches": 1}
@@ -143,7 +128,7 @@ def ask(name, measured=True, steps=STEPS, start=None, end=None):
     model = Regression(shard=name == "fsdp2")
     torch.manual_seed(1)
     run.fit(model, ckpt_path=start)
-    return {"measurements": monitor.measurements(), "layers": layers_of(run), "weights": model.whole}
+    return results_of(monitor, run, model)
 
 
 def work():

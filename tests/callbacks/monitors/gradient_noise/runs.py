@@ -1,12 +1,14 @@
 """A model whose gradient noise is measured, and runs of it."""
 
+from collections import Counter
+
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1, STOCHASTIC
+from tests.curves import event_curves
 from tests.lightning_imports import LightningModule, quiet_trainer
 
 NEAREST = LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w", "dgrad_g", "wgrad_g"), Cast(**E2M1)))
@@ -18,7 +20,7 @@ class Model(LightningModule):
     """Two layers, and the same batch all the time unless there are several.
 
     Attributes:
-        calls: how often ``training_step`` was called in each optimizer step; no list of the module itself.
+        calls: how often ``training_step`` was called in each optimizer step.
     """
 
     def __init__(self, lr=0.0, batches=1):
@@ -27,17 +29,13 @@ class Model(LightningModule):
             torch.manual_seed(3)
             self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
             self.data = torch.randn(batches, 48, 32)
-        self.lr = lr
-        self.calls = (calls := dict[int, int]()).items()  # a view, so that no draw takes it back
-        self.count = lambda: calls.__setitem__(
-            self.trainer.global_step + 1, calls.get(self.trainer.global_step + 1, 0) + 1
-        )
+        self.lr, self.calls = lr, Counter()
 
     def loss(self, x):
         return (self.net(x).float() - x.roll(1, 1)).square().mean()
 
     def training_step(self, batch, batch_idx):
-        self.count()
+        self.calls[self.trainer.global_step + 1] += 1
         return self.loss(batch)
 
     def train_dataloader(self):
@@ -49,8 +47,7 @@ class Model(LightningModule):
 
 def trainer(casts, *callbacks, **kwargs):
     plugin = casts if isinstance(casts, LowBitPrecision) else LowBitPrecision(casts, compute_dtype="fp32", seed=2)
-    defaults = {"max_steps": 6, "log_every_n_steps": 1}
-    return quiet_trainer(plugin, callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(plugin, callbacks=list(callbacks), **{"max_steps": 6, "log_every_n_steps": 1, **kwargs})
 
 
 def fit(model, monitor, casts=NOISY, **kwargs):
@@ -60,15 +57,17 @@ def fit(model, monitor, casts=NOISY, **kwargs):
     return run
 
 
+def steps(monitor):
+    return [step for step, _ in monitor.measurements()]
+
+
 def ratios(monitor):
-    return [ratio for _, ratio in monitor.measurements(METRIC)]
+    return [ratio for _, ratio in monitor.measurements()]
 
 
-def logged(run):
-    """What the event file holds, by optimizer step (Lightning numbers the first one 0)."""
-    run.logger.finalize("success")
-    events = EventAccumulator(run.logger.log_dir).Reload()
-    return {tag: {event.step + 1: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+def logged(run, name=METRIC):
+    """What the event file holds of a metric, by optimizer step."""
+    return {step: row[name] for step, row in event_curves(run).items() if name in row}
 
 
 def assert_equal(found, wanted, where=""):

@@ -1,4 +1,4 @@
-"""When the ratio is logged, and what is said of it."""
+"""When the ratio is logged, what is said and reported of it, and what checkpoints hold."""
 
 import json
 import math
@@ -11,12 +11,24 @@ from torch import Tensor
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LossScaleMonitor, PrecisionSwitch, RunReport
 from lightning_lowbit.report.html import Text
 from tests.callbacks.monitors.device_reads import counted
-from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
-from tests.lightning_imports import Callback, TensorBoardLogger
+from tests.callbacks.monitors.gradient_noise.runs import (
+    METRIC,
+    NEAREST,
+    NOISY,
+    Model,
+    fit,
+    logged,
+    ratios,
+    steps,
+    trainer,
+)
+from tests.callbacks.monitors.resumed import resume
+from tests.lightning_imports import Callback, MisconfigurationException, TensorBoardLogger
+from tests.tables import each
 
 
-@pytest.mark.parametrize(
-    ("every", "log_every", "micro", "expected"),
+@each(
+    "every, log_every, micro, expected",
     [
         (2, 2, 1, {2: 2, 4: 4, 6: 6, 8: 8}),
         (2, 3, 1, {3: 2, 6: 6, 9: 8}),
@@ -30,36 +42,29 @@ def test_logged_in_the_step_or_in_the_next_one_that_is_logged(every, log_every, 
     monitor = GradientNoiseMonitor(every, layers=[r"net\.2"])
     kwargs = {"log_every_n_steps": log_every, "accumulate_grad_batches": micro, "max_steps": 9 if log_every == 3 else 8}
     run = fit(Model(0.1, 5), monitor, logger=TensorBoardLogger("."), **kwargs)
-    found = logged(run)
-    known = dict(monitor.measurements())
-    assert set(found) - {"epoch"} == {METRIC, f"{METRIC}/net.2"}
-    assert found[METRIC] == pytest.approx({step: known[measured] for step, measured in expected.items()})
-    assert found[f"{METRIC}/net.2"].keys() == expected.keys()
+    measured = dict(monitor.measurements())
+    assert logged(run) == pytest.approx({step: measured[at] for step, at in expected.items()})
+    assert logged(run, f"{METRIC}/net.2").keys() == expected.keys()
+    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.2"}
 
 
-def test_infinity_is_logged():
-    run = fit(Model(), GradientNoiseMonitor(3), NEAREST, logger=TensorBoardLogger("."))
-    assert logged(run)[METRIC] == {3: math.inf, 6: math.inf}
-
-
-@pytest.mark.parametrize("kind", ["draws", "layers"])
+@each("kind", ["draws", "layers"])
 def test_read_once_after_each_measurement(kind, monkeypatch):
     hooks = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
     monkeypatch.setattr("tests.callbacks.monitors.device_reads.HOOKS", hooks)
     Watched, reads = counted(GradientNoiseMonitor, monkeypatch)
-    monitor = Watched(3, kind)
-    steps = []
+    monitor, known = Watched(3, kind), []
 
     class Look(Callback):
         def on_train_batch_start(self, run, *_):
-            steps.append((run.global_step, [step for step, _ in monitor.measurements(METRIC)]))
+            known.append((run.global_step, steps(monitor)))
 
     # Without a scale of the whole tensor, whose numbers emulated GEMMs read on the CPU.
     mx = Cast("e2m1", {"block": 32, "format": "e8m0"}, "stochastic")
     trainer(LinearCasts(wgrad_g=mx), monitor, Look(), max_steps=8, log_every_n_steps=5).fit(Model())
     assert all(reads.pop((hook, -1)) == 8 for hook in hooks), "a hook was not watched"
     assert +reads == {("on_train_batch_start", 3): 1, ("on_train_batch_start", 6): 1}
-    assert steps[3:] == [(3, [3]), (4, [3]), (5, [3]), (6, [3, 6]), (7, [3, 6])]
+    assert known[3:] == [(3, [3]), (4, [3]), (5, [3]), (6, [3, 6]), (7, [3, 6])]
 
 
 def test_a_warning_is_said_once():
@@ -70,14 +75,13 @@ def test_a_warning_is_said_once():
     assert "PrecisionSwitch('qaf', below={})" in monitor._alerts.texts[0]
 
 
-@pytest.mark.parametrize("kind", ["draws", "layers"])
+@each("kind", ["draws", "layers"])
 def test_a_switch_follows(kind):
     monitor = GradientNoiseMonitor(1, kind, threshold=1e-3)
     run = trainer(NOISY, PrecisionSwitch("bf16", below={"threshold": 1e6, "measurements": 2}), monitor)
     run.fit(Model())
-    steps = [step for step, _ in monitor.measurements()]
     assert run.precision_plugin.phase == "bf16"
-    assert 2 <= len(steps) < 6
+    assert 2 <= len(ratios(monitor)) < 6
 
 
 def test_other_metrics():
@@ -92,22 +96,19 @@ def test_reported():
     run = trainer(NOISY, RunReport(), monitor)
     run.fit(Model(0.1))
     chart, text = monitor.report_sections(run)[0].blocks
-    assert chart.series["ratio"] == ([2, 4, 6], ratios(monitor))
-    assert chart.series["threshold"] == ([2, 4, 6], [math.sqrt(3)] * 3)
+    lines = {"ratio": ([2, 4, 6], ratios(monitor)), "threshold": ([2, 4, 6], [math.sqrt(3)] * 3)}
+    assert chart.series == lines
     assert "Gradient noise" in Path("report.html").read_text()
-    found = json.loads(Path("run.json").read_text())["summary"]["gradient_noise"]
-    assert found["ratios"] == [{"step": step, "ratio": ratio} for step, ratio in monitor.measurements()]
+    data = json.loads(Path("run.json").read_text())["summary"]["gradient_noise"]
+    assert data["ratios"] == [{"step": step, "ratio": ratio} for step, ratio in monitor.measurements()]
 
 
-def test_reported_without_noise_or_measurements():
-    monitor = GradientNoiseMonitor(2)
-    run = trainer(NEAREST, RunReport(), monitor)
-    run.fit(Model())
+def test_without_noise():
+    monitor = GradientNoiseMonitor(3)
+    run = fit(Model(), monitor, NEAREST, logger=TensorBoardLogger("."))
+    assert logged(run) == {3: math.inf, 6: math.inf}
     (text,) = monitor.report_sections(run)[0].blocks
     assert text == Text("Both draws of the gradient were always the same: nothing was rounded stochastically.")
-    assert "Gradient noise" in Path("report.html").read_text()
-    (text,) = GradientNoiseMonitor(7).report_sections(run)[0].blocks
-    assert text == Text("Not measured: every 7 steps, in quantized layers.")
 
 
 class Broken(Tensor):
@@ -119,36 +120,91 @@ class Broken(Tensor):
         raise self.error
 
 
-@pytest.mark.parametrize("error", ["CUDA error: an illegal memory access", "HIP error: invalid", "of the accelerator"])
-def test_nothing_is_read_after_an_error_of_the_device(error, monkeypatch):
-    kind = torch.AcceleratorError if "accelerator" in error else RuntimeError
-    monkeypatch.setattr(Broken, "error", kind(error), raising=False)
-    monitor = GradientNoiseMonitor()
+@each(
+    "error, is_of_device",
+    [
+        (RuntimeError("CUDA error: an illegal memory access"), True),
+        (RuntimeError("HIP error: invalid"), True),
+        (torch.AcceleratorError("of the accelerator"), True),
+        (RuntimeError("a bug"), False),
+    ],
+)
+def test_nothing_is_read_after_an_error_of_the_device(error, is_of_device, monkeypatch):
+    monkeypatch.setattr(Broken, "error", error, raising=False)
+    monitor, scale = GradientNoiseMonitor(), LossScaleMonitor()
     monitor._keep(3, {"ratio": torch.ones(()).as_subclass(Broken)})
-    monitor._read()
-    assert monitor.measurements() == []
-    assert monitor._unread == []
-
-
-def test_other_errors_are_raised(monkeypatch):
-    monkeypatch.setattr(Broken, "error", RuntimeError("a bug"), raising=False)
-    monitor = GradientNoiseMonitor()
-    monitor._keep(3, {"ratio": torch.ones(()).as_subclass(Broken)})
-    with pytest.raises(RuntimeError, match="a bug"):
+    scale._counts = scale._counts.as_subclass(Broken)
+    if is_of_device:
         monitor._read()
+        (section,) = scale.report_sections(trainer(NOISY))
+        assert section.blocks == [Text("Lost in an error of the device.")]
+    else:
+        for read in (monitor._read, lambda: scale.report_sections(trainer(NOISY))):
+            with pytest.raises(RuntimeError, match="a bug"):
+                read()
+    assert monitor._unread == [] == monitor.measurements()
     monitor._keep(4, {"ratio": torch.tensor(5.0)})
     monitor._read()
     assert monitor.measurements() == [(4, 5.0)]
 
 
-@pytest.mark.parametrize("error", ["CUDA error", "a bug"])
-def test_a_report_of_the_loss_scale_after_an_error(error, monkeypatch):
-    monkeypatch.setattr(Broken, "error", RuntimeError(error), raising=False)
-    monitor = LossScaleMonitor()
-    monitor._counts = monitor._counts.as_subclass(Broken)
-    if error == "a bug":
-        with pytest.raises(RuntimeError, match="a bug"):
-            monitor.report_sections(trainer(NOISY))
-    else:
-        (section,) = monitor.report_sections(trainer(NOISY))
-        assert section.blocks == [Text("Lost in an error of the device.")]
+def test_a_resumed_run_is_the_uninterrupted_one():
+    """Stopped between a measurement and the step that logs it."""
+
+    def fit(monitor, how, **kwargs):
+        run = trainer(NOISY, monitor, log_every_n_steps=3, **kwargs)
+        run.fit(Model(0.1, 3), **how)
+        return run
+
+    def make():
+        return GradientNoiseMonitor(5, average=3, threshold=1e6, layers=[r"net\.0"])
+
+    whole, half, rest = resume(make, fit, (9, 5), "the gradient, step 5", logged)
+    assert half == {} and whole == rest and whole.keys() == {6}
+
+
+def test_the_window_goes_on():
+    monitor = GradientNoiseMonitor(1, average=4)
+    fit(Model(0.1, 5), monitor)
+    shorter = GradientNoiseMonitor(1, average=2, layers=[r"net\.0"])
+    shorter.load_state_dict(state := monitor.state_dict())
+    assert shorter.state_dict()["window"] == state["window"][-2:]
+    shorter.setup = lambda *_, **__: None  # as if a run went on
+    run = fit(Model(0.1, 5), shorter, max_steps=1)
+    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.0"}
+    assert len(shorter.measurements()) == 7
+
+
+def test_sums_of_other_casts_are_not_averaged_with_after_a_resume():
+    monitor = GradientNoiseMonitor(1)
+    fit(Model(), monitor, max_steps=3)
+    for casts, length in ((NOISY, 4), (NEAREST, 1)):
+        other = GradientNoiseMonitor(1)
+        other.load_state_dict(monitor.state_dict())
+        other.setup = lambda *_, **__: None  # as if a run went on
+        fit(Model(), other, casts, max_steps=1)
+        assert len(other.state_dict()["window"]) == length
+    assert ratios(other)[-1] == math.inf
+
+
+def test_sums_of_another_kind_are_not_averaged_with():
+    """What was measured stays."""
+    monitor, other = GradientNoiseMonitor(4), GradientNoiseMonitor(1, kind="layers")
+    fit(Model(), monitor, max_steps=5, log_every_n_steps=6)
+    state = monitor.state_dict()
+    assert (state["kind"], state["to_log"]) == ("draws", True)
+    other.load_state_dict(state)
+    assert other.measurements() == monitor.measurements()
+    assert (other.state_dict()["window"], other.state_dict()["to_log"]) == ([], False)
+
+
+def test_a_switch_does_not_wait_for_what_is_not_measured():
+    model = Model()
+    model.automatic_optimization = False
+    switch = PrecisionSwitch("qaf", below={})
+    for callbacks in ([switch, GradientNoiseMonitor()], [GradientNoiseMonitor(), switch]):
+        with (
+            pytest.warns(UserWarning, match="Not measured"),
+            pytest.raises(MisconfigurationException, match="Monitor does not .it measures nothing"),
+        ):
+            trainer(NOISY, *callbacks).fit(model)

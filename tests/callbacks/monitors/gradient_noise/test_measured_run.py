@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -28,15 +27,17 @@ from tests.callbacks.monitors.gradient_noise.runs import (
     Model,
     assert_equal,
     fit,
-    logged,
     ratios,
+    steps,
     trainer,
 )
+from tests.curves import event_curves
 from tests.lightning_imports import Callback, MisconfigurationException, TensorBoardLogger
+from tests.tables import each
 
 
 class Stateful(Model):
-    """Its loss depends on everything that a step may leave behind, and it leaves much."""
+    """Its loss depends on all random numbers and on what normalization remembers."""
 
     def __init__(self):
         super().__init__(0.05, 4)
@@ -45,34 +46,14 @@ class Stateful(Model):
             self.net = nn.Sequential(
                 nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 32)
             )
-        self.error = torchmetrics.MeanMetric()
         self.losses = []
-        self.steps_seen = 0
-        self.generator = torch.Generator().manual_seed(3)
-        self.running = torch.zeros(())
-        self.register_buffer("power", torch.ones(32))
-        self.register_buffer("replaced", torch.zeros(1))
-        self.register_buffer("expanded", torch.ones(1).expand(3), persistent=False)
 
     def training_step(self, batch, batch_idx):
-        batch += 0.1 * torch.randn(batch.shape, generator=self.generator)  # in place
         batch *= 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand(())
-        self.power.mul_(0.9).add_(0.1 * self.net[0].weight.detach().norm(dim=0))
-        self.replaced = self.replaced + 1
-        loss = self.loss(batch * self.power) * (1 + 0.1 * self.steps_seen + 0.1 * self.running)
-        loss = loss * (1 + 0.01 * self.replaced.sum() + 0.01 * len(self.losses))
-        self.running.mul_(0.5).add_(loss.detach())
-        self.steps_seen += 1
+        loss = self.loss(batch)
         self.losses.append(float(loss.detach()))
-        self.late = self.steps_seen
-        self.error(loss.detach())
-        self.log("error", self.error, on_step=True, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log_dict({"sum": loss.detach()}, on_step=False, on_epoch=True, reduce_fx="sum")
-        if self.logger is not None:
-            self.logger.experiment.add_scalar("by hand", loss.detach(), self.steps_seen)
-            self.logger.log_metrics({"by logger": float(loss.detach())}, step=self.steps_seen)
-        return {"loss": loss, "more": batch}
+        return loss
 
     def on_before_backward(self, loss):
         """Between the step and the measurement."""
@@ -82,21 +63,15 @@ class Stateful(Model):
 def left_behind(model, run):
     """Everything."""
     plugin = run.precision_plugin
-    found = {
+    return {
         **model.state_dict(),
-        "error": model.error.metric_state,
-        "updates": model.error._update_count,
-        "losses": list(model.losses),
-        "steps": [model.steps_seen, model.late],
-        "generator": model.generator.get_state(),
-        "running": model.running,
+        "losses": model.losses,
         "random": [random.getstate(), str(np.random.get_state()), torch.get_rng_state()],
         "plugin": [plugin.step, plugin.micro_batch],
         "metrics": {name: value for name, value in run.callback_metrics.items() if not name.startswith("gradient")},
+        "histories": plugin.histories.state_dict() if plugin.histories else {},
+        "curves": event_curves(run, lambda name: name.startswith("loss")),
     }
-    if plugin.histories:
-        found |= plugin.histories.state_dict()
-    return found
 
 
 PLUGINS = {
@@ -116,42 +91,39 @@ PLUGINS = {
     ],
 )
 def test_a_run_that_is_measured_is_the_run_that_is_not(plugin, micro, kind):
-    """And where rounding draws nothing, a further draw is the training step to the bit: all states were put back."""
-    found, make = [], PLUGINS[plugin]
-    for monitor in (GradientNoiseMonitor(2, kind), Callback()):
+    found, monitor = [], GradientNoiseMonitor(2, kind)
+    for callback in (monitor, Callback()):
         random.seed(1)
         np.random.seed(1)
-        model = Stateful()
-        run = fit(model, monitor, make(), logger=TensorBoardLogger("."), accumulate_grad_batches=micro)
-        curves = {name: curve for name, curve in logged(run).items() if not name.startswith("gradient")}
-        found.append({**left_behind(model, run), "curves": curves})
-        if isinstance(monitor, GradientNoiseMonitor):
-            assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
-            noisy = kind == "layers" or plugin in ("nvfp4", "fp16")
-            assert all((ratio < 1e3) == noisy and (ratio == math.inf) != noisy for ratio in ratios(monitor))
+        model, options = Stateful(), {"logger": TensorBoardLogger("."), "accumulate_grad_batches": micro}
+        found.append(left_behind(model, fit(model, callback, PLUGINS[plugin](), **options)))
     assert_equal(*found)
-    assert len(found[0]["losses"]) == 6 * micro
-    assert {"loss_step", "sum", "by hand", "by logger"} <= found[0]["curves"].keys() | {"sum"}
+    assert len(model.losses) == 6 * micro
+    assert steps(monitor) == [2, 4, 6]
+    noisy = kind == "layers" or plugin in ("nvfp4", "fp16")
+    assert all((ratio < 1e3) == noisy and (ratio == math.inf) != noisy for ratio in ratios(monitor))
 
 
 def test_gradients_and_buffers_stay_the_same_objects():
+    """In the second of two micro-batches, where gradients are there already."""
+
     class Look(GradientNoiseMonitor):
-        def on_after_backward(self, run, module):
+        def on_before_backward(self, run, module, loss):
             def objects():
-                gradients = [(id(p.grad), p.grad._version) for p in module.parameters()]
+                gradients = [(id(p.grad), None if p.grad is None else p.grad._version) for p in module.parameters()]
                 return [*gradients, *map(id, module.buffers()), module.training, set(vars(module))]
 
             before = objects()
             hooks = [p.register_post_accumulate_grad_hook(lambda _: touched.append(1)) for p in module.parameters()]
-            super().on_after_backward(run, module)
+            super().on_before_backward(run, module, loss)
             for hook in hooks:
                 hook.remove()
             seen.append(objects() == before)
 
-    seen = []
-    touched = []
-    fit(Stateful(), Look(1))
-    assert seen == [True] * 6
+    seen, touched = [], []
+    fit(Stateful(), monitor := Look(1), accumulate_grad_batches=2)
+    assert len(ratios(monitor)) == 6
+    assert seen == [True] * 12
     assert not touched, "hooks on what accumulates gradients belong to others"
 
 
@@ -164,12 +136,15 @@ class Checkpointed(Model):
         return (y.float() - x.roll(1, 1)).square().mean()
 
 
-@pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
-def test_activation_checkpointing(casts):
-    monitor = GradientNoiseMonitor(1)
-    fit(Checkpointed(), monitor, LowBitPrecision(casts, seed=2))
-    assert len(ratios(monitor)) == 6
-    assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
+def test_activation_checkpointing():
+    for casts in (NEAREST, NOISY):
+        monitor = GradientNoiseMonitor(1)
+        fit(Checkpointed(), monitor, LowBitPrecision(casts, seed=2))
+        assert [ratio == math.inf for ratio in ratios(monitor)] == [casts is NEAREST] * 6
+    model = Checkpointed()
+    model.reentrant = True
+    with pytest.warns(UserWarning, match="Not measured: .*use_reentrant=False"):
+        fit(model, GradientNoiseMonitor(1))
 
 
 def test_a_backward_pass_runs_outside_of_autocast():
@@ -186,16 +161,9 @@ def test_a_backward_pass_runs_outside_of_autocast():
     assert ratios(monitor) == [math.inf] * 2
 
 
-def test_reentrant_checkpointing_is_not_measured():
-    model = Checkpointed()
-    model.reentrant = True
-    with pytest.warns(UserWarning, match="Not measured: .*use_reentrant=False"):
-        fit(model, GradientNoiseMonitor(1))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@each("backend", ["eager", "aot_eager"])
+@each("casts", [NEAREST, NOISY])
 def test_a_compiled_module(casts, backend):
     """Its graphs run backward three times."""
 
@@ -207,17 +175,14 @@ def test_a_compiled_module(casts, backend):
         def training_step(self, batch, batch_idx):
             return self.loss(batch)
 
-    found = []
-    for monitor in (GradientNoiseMonitor(1), Callback()):
+    found, monitor = [], GradientNoiseMonitor(1)
+    for callback in (monitor, Callback()):
         torch._dynamo.reset()
         model = Random()
         torch.manual_seed(3)
-        compiled = torch.compile(model, backend=backend)
-        trainer(LowBitPrecision(casts, seed=2), monitor, max_steps=3).fit(compiled)
+        trainer(LowBitPrecision(casts, seed=2), callback, max_steps=3).fit(torch.compile(model, backend=backend))
         found.append(model.state_dict())
-        if isinstance(monitor, GradientNoiseMonitor):
-            assert len(ratios(monitor)) == 3
-            assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
+    assert [ratio == math.inf for ratio in ratios(monitor)] == [casts is NEAREST] * 3
     assert_equal(*found)
     assert torch._functorch.config.donated_buffer, "it is switched off"
     torch._dynamo.reset()
@@ -250,7 +215,7 @@ def test_code_of_a_run_that_was_not_measured_is_not_taken(tmp_path, monkeypatch)
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@each("recompute", [False, True])
 def test_other_callbacks_do_not_see_draws(recompute):
     """Neither what layers measure of their operands, nor FLOPs."""
     found = []
@@ -265,8 +230,8 @@ def test_other_callbacks_do_not_see_draws(recompute):
     assert found[0][0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "micro", "message"),
+@each(
+    "kind, micro, message",
     [
         (FullyShardedDataParallel, 1, "whose weights FSDPStrategy frees: use kind='layers'"),
         (FSDPModule, 2, "use kind='layers', or accumulate_grad_batches=1"),
@@ -279,12 +244,9 @@ def test_strategies_that_are_refused(kind, micro, message):
         GradientNoiseMonitor()._source.check(run, Model())
 
 
-@pytest.mark.parametrize("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
+@each("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
 def test_random_bits_of_the_forward_pass_are_not_measured(casts):
+    casts = LinearCasts.of({"fprop_w": Cast(**E2M1), "fprop_x": Cast(**E2M1), **casts})
     with pytest.warns(UserWarning, match="forward pass of net.0 has some, too.*use kind='layers'"):
-        fit(
-            Model(),
-            GradientNoiseMonitor(1),
-            LinearCasts.of({"fprop_w": Cast(**E2M1), "fprop_x": Cast(**E2M1), **casts}),
-        )
-    fit(Model(), GradientNoiseMonitor(1, kind="layers"), NOISY.replace(fprop_x=STOCHASTIC))
+        fit(Model(), GradientNoiseMonitor(1), casts)
+    fit(Model(), GradientNoiseMonitor(1, kind="layers"), casts)  # warnings are errors

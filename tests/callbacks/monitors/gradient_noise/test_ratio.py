@@ -10,8 +10,11 @@ from torch import nn
 from lightning_lowbit import Cast, GradientNoiseMonitor, LowBitPrecision, PrecisionSwitch, StaticGradScaler, convert
 from lightning_lowbit.nn import LayerKeys
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
-from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, ratios, trainer
+from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, ratios, steps, trainer
 from tests.lightning_imports import Callback
+from tests.tables import each
+
+KINDS = ("draws", "layers")
 
 
 def test_the_ratio_is_that_of_many_draws():
@@ -38,84 +41,74 @@ def test_the_ratio_is_that_of_many_draws():
 
 def test_averaged_over_the_last_measurements():
     single, averaged = GradientNoiseMonitor(1, average=1), GradientNoiseMonitor(1, average=3)
-    for monitor in (single, averaged):
+    for monitor, length in ((single, 1), (averaged, 3)):
         fit(Model(0.1, 8), monitor)
-    state = single.state_dict()
-    assert len(state["window"]) == 1
-    rows = averaged.state_dict()["window"]
-    assert len(rows) == 3
+        rows = monitor.state_dict()["window"]
+        assert len(rows) == length
     noise, signal = (sum(row["sums"][0][i] for row in rows) for i in (0, 1))
     assert ratios(averaged)[-1] == pytest.approx(math.sqrt(signal / noise), rel=1e-6)
     assert ratios(averaged)[0] == ratios(single)[0] != ratios(averaged)[1]
 
 
-@pytest.mark.parametrize("kind", ["draws", "layers"])
+@each("kind", KINDS)
 def test_not_averaged_over_a_switch(kind):
     """In finetuning nothing is measured; back in training the window is that of other weights."""
     monitor, single = GradientNoiseMonitor(1, kind, average=5), GradientNoiseMonitor(1, kind, average=1)
     for one in (monitor, single):
         switches = [PrecisionSwitch("qaf", step=3), PrecisionSwitch("fqt", step=6)]
         trainer(NOISY.replace(fprop_w=Cast(**E2M1)), *switches, one, max_steps=8).fit(Model(0.1, 8))
-        assert [step for step, _ in one.measurements()] == [1, 2, 3, 7, 8]
+        assert steps(one) == [1, 2, 3, 7, 8]
         assert all(ratio < math.inf for ratio in ratios(one))
     assert ratios(monitor)[3] == ratios(single)[3]
     assert ratios(monitor)[4] != ratios(single)[4], "the window did not fill again"
 
 
-@pytest.mark.parametrize("change", ["casts", "blend", "phase"])
+CHANGES = {
+    "casts": lambda plugin, step: plugin.set_casts({"net.2": NOISY.replace(dgrad_w=None)}),
+    "blend": lambda plugin, step: plugin.set_blend(0.1 * step),
+    "phase": lambda plugin, step: plugin.set_phase("hp-forward"),
+}
+
+
+@each("change", CHANGES)
 def test_not_averaged_over_a_change_of_precision(change):
     class Changes(Callback):
         def on_train_batch_start(self, run, *_):
-            plugin = run.precision_plugin
             if run.global_step in (3, 5):  # the second time it is no change
-                {
-                    "casts": lambda: plugin.set_casts({"net.2": NOISY.replace(dgrad_w=None)}),
-                    "blend": lambda: plugin.set_blend(0.1 * run.global_step),
-                    "phase": lambda: plugin.set_phase("hp-forward"),
-                }[change]()
+                CHANGES[change](run.precision_plugin, run.global_step)
 
-    monitor, lengths = GradientNoiseMonitor(1), list[int]()
-
-    class Look(Callback):
         def on_train_batch_end(self, *_):
             lengths.append(len(monitor.state_dict()["window"]))
 
-    trainer(NOISY, Changes(), monitor, Look()).fit(Model())
+    monitor, lengths = GradientNoiseMonitor(1), list[int]()
+    trainer(NOISY, monitor, Changes()).fit(Model())
     assert lengths == [1, 2, 3, 1, 2, 3]
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-def test_accumulation_draws_of_the_last_micro_batch(micro):
+def test_accumulation_draws_of_the_last_micro_batch():
     """The same gradient, so that the ratio has to be the same, too, but for other bits."""
-    monitor, model = GradientNoiseMonitor(2, average=3), Model()
-    fit(model, monitor, accumulate_grad_batches=micro)
-    assert dict(model.calls) == dict.fromkeys(range(1, 7), micro), "a training step ran again"
-    other = GradientNoiseMonitor(2, average=3)
-    fit(Model(), other)
-    assert ratios(monitor)[-1] == pytest.approx(ratios(other)[-1], rel=0.1)
+    last = []
+    for micro in (1, 2):
+        monitor, model = GradientNoiseMonitor(2, average=3), Model()
+        fit(model, monitor, accumulate_grad_batches=micro)
+        assert model.calls == dict.fromkeys(range(1, 7), micro), "a training step ran again"
+        last.append(ratios(monitor)[-1])
+    assert last[0] == pytest.approx(last[1], rel=0.1)
+    monitor = GradientNoiseMonitor(1, average=1)
+    fit(Model(), monitor, accumulate_grad_batches=2, limit_train_batches=3, max_steps=4)
+    assert steps(monitor) == [1, 2, 3, 4], "the last batch of an epoch steps alone"
 
 
-def test_the_last_batch_of_an_epoch_steps_alone():
-    monitor, model = GradientNoiseMonitor(1, average=1), Model()
-    fit(model, monitor, accumulate_grad_batches=2, limit_train_batches=3, max_steps=4)
-    assert [step for step, _ in monitor.measurements()] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
-def test_one_measurement_in_a_step(optimizer):
+def test_one_measurement_in_a_step():
     """LBFGS computes losses several times."""
 
-    class Chosen(Model):
+    class Searches(Model):
         def configure_optimizers(self):
-            return (
-                torch.optim.LBFGS(self.parameters(), max_iter=3)
-                if optimizer == "lbfgs"
-                else super().configure_optimizers()
-            )
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
     monitor = GradientNoiseMonitor(2)
-    fit(Chosen(), monitor)
-    assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
+    fit(Searches(), monitor)
+    assert steps(monitor) == [2, 4, 6]
 
 
 def test_a_backward_pass_of_the_modules_own_is_not_compared():
@@ -125,46 +118,52 @@ def test_a_backward_pass_of_the_modules_own_is_not_compared():
         def backward(self, loss):
             (2 * loss).backward()
 
-    monitor, model = GradientNoiseMonitor(1), Doubles()
-    fit(model, monitor, NEAREST)
+    monitor = GradientNoiseMonitor(1)
+    fit(Doubles(), monitor, NEAREST)
     assert set(ratios(monitor)) == {math.inf}
 
 
 def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing():
-    class Unused(Model):
-        def __init__(self):
-            super().__init__()
-            self.unused = nn.Linear(32, 32)
-
-    monitor = GradientNoiseMonitor(1, layers=["unused"])
-    run = fit(Unused(), monitor)
+    model, monitor = Model(), GradientNoiseMonitor(1, layers=["unused"])
+    model.unused = nn.Linear(32, 32)
+    run = fit(model, monitor)
     assert 0 < ratios(monitor)[-1] < math.inf
     assert run.callback_metrics[f"{METRIC}/unused"] == math.inf
 
 
-def test_weights_that_are_shared_or_frozen():
-    class Shared(Model):
-        def __init__(self, frozen=False):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
-            self.net[2].weight = self.net[0].weight
-            self.net.requires_grad_(not frozen)
-            self.bias = nn.Parameter(torch.zeros(32))
-
-        def loss(self, x):
-            return super().loss(x + self.bias)
-
-    monitor = GradientNoiseMonitor(1, layers=["net.*"])
-    run = fit(Shared(), monitor)
-    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.0", f"{METRIC}/net.1"}
-    monitor = GradientNoiseMonitor(1)
-    run = fit(model := Shared(frozen=True), monitor)
-    assert ratios(monitor) == []
-    assert not run.callback_metrics
-    assert set(dict(model.calls).values()) == {1}, "a draw for nothing"
+def shared(net):
+    net[2].weight = net[0].weight
 
 
-@pytest.mark.parametrize("kind", ["draws", "layers"])
+def frozen(net):
+    net.requires_grad_(False)
+
+
+def frozen_in_part(net):
+    frozen(net[1])
+
+
+@each(
+    "kind, change, layers",
+    [
+        ("draws", shared, ["net.0", "net.1"]),
+        *((kind, frozen_in_part, ["net.0", "net.2"]) for kind in KINDS),
+        *((kind, frozen, []) for kind in KINDS),
+    ],
+)
+def test_weights_that_are_shared_or_frozen(kind, change, layers):
+    model, monitor = Model(), GradientNoiseMonitor(1, kind, layers=["net.*"])
+    model.net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    model.bias = nn.Parameter(torch.zeros(32))
+    model.loss = lambda x: Model.loss(model, x + model.bias)
+    change(model.net)
+    run = fit(model, monitor)
+    assert set(run.callback_metrics) == ({METRIC, *(f"{METRIC}/{name}" for name in layers)} if layers else set())
+    assert len(ratios(monitor)) == (6 if layers else 0)
+    assert set(model.calls.values()) == {1}, "a draw for nothing"
+
+
+@each("kind", KINDS)
 def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
     """The backward pass computes in fp16, where powers of two change no digit; nor do scales that change on the way."""
 
@@ -185,23 +184,22 @@ def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
     assert found[2] == pytest.approx(found[0], rel=rel)
 
 
-@pytest.mark.parametrize("kind", ["draws", "layers"])
+@each("kind", KINDS)
 def test_an_overflow_is_no_measurement(kind):
     monitor = GradientNoiseMonitor(1, kind, average=2)
     plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=torch.amp.GradScaler("cpu", 2.0**24), seed=2)
     run = trainer(plugin, monitor, max_steps=16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         run.fit(Model(0.01))
     skipped = int(plugin.skipped_steps)
     assert 0 < skipped < 14
-    assert [step for step, _ in monitor.measurements()] == list(range(skipped + 1, 17))
+    assert steps(monitor) == list(range(skipped + 1, 17))
     assert all(0 < ratio < math.inf for ratio in ratios(monitor))
     torch.save(monitor.state_dict(), "state.pt")
     assert torch.load("state.pt", weights_only=True)["measurements"] == monitor.measurements()
 
 
-@pytest.mark.parametrize("kind", ["draws", "layers"])
+@each("kind", KINDS)
 def test_activations_as_codes_have_the_same_noise(kind):
     """In a step that is measured, layers keep their input: codes would hold one draw of its random bits."""
     found = []

@@ -17,22 +17,18 @@ def results(tmp_path_factory):
     return launch("tests.callbacks.monitors.gradient_noise.ranks", RANKS, tmp_path_factory.mktemp("noisy"))
 
 
-def test_ranks_measure_the_same(run, results):
-    first, second = (result[*run, True] for result in results)
+def test_ranks_measure_the_same_and_change_nothing(run, results):
+    (first, alone), (second, other_alone) = ((result[*run, True], result[*run, False]) for result in results)
     assert [step for step, _ in first["measurements"]] == list(range(1, STEPS + 1))
     assert first["measurements"] == second["measurements"]
     assert first["layers"] == second["layers"]
     assert len(first["layers"]) == 4
     assert [ratio < 1e3 for _, ratio in first["measurements"]] == ["nearest" not in run] * STEPS
-
-
-def test_and_change_nothing(run, results):
-    for rank, result in enumerate(results):
-        with_it, without = result[*run, True], result[*run, False]
-        assert with_it.get("same gradients", [True] * STEPS) == [True] * STEPS, f"rank {rank}"
+    for rank, (measured, without) in enumerate(((first, alone), (second, other_alone))):
+        assert measured.get("same gradients", [True] * STEPS) == [True] * STEPS, f"rank {rank}"
         assert without["measurements"] == []
-        for name in {"weights", "random"} & with_it.keys():
-            assert_equal([*with_it[name]], [*without[name]], f"rank {rank}, {name}")
+        for name in {"weights", "random"} & measured.keys():
+            assert_equal([*measured[name]], [*without[name]], f"rank {rank}, {name}")
 
 
 def test_whatever_the_strategy(run, results):

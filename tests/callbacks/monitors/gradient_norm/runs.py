@@ -30,21 +30,25 @@ class Planned(BoringModel):
         self.factors, self.make_optimizer = factors or {}, make_optimizer
         self.seen = {}
 
+    @property
+    def factor(self):
+        return self.factors.get(self.trainer.fit_loop.epoch_loop.total_batch_idx, 1.0)
+
     def norm(self, module):
         return float(get_total_norm([p.grad.float() for p in module.parameters() if p.grad is not None]))
 
+    def norms(self, stage):
+        return {stage: self.norm(self), **{f"{stage}/layer.{i}": self.norm(self.layer[i]) for i in (0, 1)}}
+
     def training_step(self, batch, batch_idx):
-        factor = self.factors.get(self.trainer.fit_loop.epoch_loop.total_batch_idx, 1.0)
-        return self.layer(batch).float().square().mean() * factor
+        return self.layer(batch).float().square().mean() * self.factor
 
     def on_before_optimizer_step(self, optimizer):
-        found = {"unclipped": self.norm(self), **{f"unclipped/layer.{i}": self.norm(self.layer[i]) for i in (0, 1)}}
-        self.seen[self.trainer.global_step + 1] = found
+        self.seen[self.trainer.global_step + 1] = self.norms("unclipped")
 
     def on_train_batch_end(self, *_):
         if self.trainer.global_step in self.seen:
-            found = {"clipped": self.norm(self), **{f"clipped/layer.{i}": self.norm(self.layer[i]) for i in (0, 1)}}
-            self.seen[self.trainer.global_step] |= found
+            self.seen[self.trainer.global_step] |= self.norms("clipped")
 
     def configure_optimizers(self):
         return self.make_optimizer(self)
@@ -87,13 +91,4 @@ class Constant(Planned):
     """The norm of the gradient is the factor of the batch, but for rounding."""
 
     def training_step(self, batch, batch_idx):
-        factor = self.factors.get(self.trainer.fit_loop.epoch_loop.total_batch_idx, 1.0)
-        return self.layer[0].bias.sum() * factor / 2  # four elements
-
-
-def spikes_of(factors, monitor, steps=20, **kwargs):
-    trainer(monitor, max_steps=steps, **kwargs).fit(Constant(factors))
-    return [tuple(round(value, 4) for value in spike) for spike in monitor.state_dict()["spikes"]]
-
-
-SAID = "Gradient norm, step {}: it is {} before clipping, where its running mean is {}"
+        return self.layer[0].bias.sum() * self.factor / 2  # four elements

@@ -1,13 +1,21 @@
-"""Spikes of the gradient norm and their warnings."""
+"""Spikes of the gradient norm, their warnings, and what checkpoints and reports know of them."""
 
+import json
 import math
 import statistics
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
-from tests.callbacks.monitors.gradient_norm.runs import RULES, SAID, Constant, Planned, fit, sgd, spikes_of, trainer
+from lightning_lowbit import GradientNormMonitor, LowBitPrecision, RunReport, StaticGradScaler
+from tests.callbacks.monitors.gradient_norm.runs import RULES, Constant, Planned, fit, logged, sgd, trainer
+from tests.callbacks.monitors.resumed import resume
+from tests.lightning_imports import Callback
+from tests.tables import each
+
+SAID = "Gradient norm, step {}: it is {} before clipping, where its running mean is {}"
 
 
 def texts(said):
@@ -15,11 +23,18 @@ def texts(said):
     return [str(one.message) for one in said if "Gradient norm" in str(one.message)]
 
 
+def spikes_of(factors, monitor=None, steps=20, said=None, **kwargs):
+    """Steps, norms and means of the spikes of a run, which says no more than that."""
+    monitor = monitor or GradientNormMonitor()
+    with nullcontext() if said is None else pytest.warns(UserWarning, match=said) as caught:
+        trainer(monitor, max_steps=steps, **kwargs).fit(Constant(factors))
+    assert said is None or len(texts(caught)) == 1, "said more than once"
+    return [tuple(round(value, 4) for value in spike) for spike in monitor.state_dict()["spikes"]]
+
+
 def test_a_spike_is_told_with_its_step_and_does_not_enter_the_mean():
-    monitor = GradientNormMonitor(limit=None)
-    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)) as said:
-        found = spikes_of({12: 6.0, 14: 7.0, 16: 4.0, 17: 6.5}, monitor)
-    assert len(texts(said)) == 1, "said more than once"
+    factors = {12: 6.0, 14: 7.0, 16: 4.0, 17: 6.5}
+    found = spikes_of(factors, GradientNormMonitor(limit=None), said=SAID.format(13, 6, 1))
     # Of steps 1 to 17 but for two spikes: norms of 1, and one of 4, whose weight is 0.01 / (1 - 0.99^15).
     mean = 1 + 3 * 0.01 / (1 - 0.99**15)
     assert found == [(13, 6.0, 1.0), (15, 7.0, 1.0), (18, 6.5, round(mean, 4))]
@@ -27,52 +42,41 @@ def test_a_spike_is_told_with_its_step_and_does_not_enter_the_mean():
 
 def test_a_spike_between_logged_steps():
     """Every n steps of the logger: ten norms are known after step 20; of steps 21 and 22 the latter is looked at."""
-    assert spikes_of({12: 6.0}, GradientNormMonitor(), log_every_n_steps=4) == []
-    assert spikes_of({20: 6.0}, GradientNormMonitor(every_n_steps=2), steps=24, log_every_n_steps=4) == []
+    options = {"steps": 24, "log_every_n_steps": 4}
+    assert spikes_of({12: 6.0}, **options) == []
+    assert spikes_of({20: 6.0}, GradientNormMonitor(every_n_steps=2), **options) == []
     for batch, every in ((12, 1), (21, 2)):
-        with pytest.warns(UserWarning, match=SAID.format(batch + 1, 6, 1)):
-            found = spikes_of({batch: 6.0}, GradientNormMonitor(every_n_steps=every), steps=24, log_every_n_steps=4)
-        assert found == [(batch + 1, 6.0, 1.0)]
-
-
-def test_spikes_are_counted_in_a_curve():
-    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
-        found = fit(
-            Constant({12: 6.0, 14: 6.0}), GradientNormMonitor(every_n_steps=1), max_steps=16, log_every_n_steps=4
-        )
-    assert {step: row["spikes"] for step, row in found.items()} == {4: 0, 8: 0, 12: 0, 16: 2}
+        monitor, said = GradientNormMonitor(every_n_steps=every), SAID.format(batch + 1, 6, 1)
+        assert spikes_of({batch: 6.0}, monitor, said=said, **options) == [(batch + 1, 6.0, 1.0)]
 
 
 def test_first_norms_are_no_spikes():
     few, enough = dict.fromkeys(range(9), 0.1), dict.fromkeys(range(10), 0.1)
-    assert spikes_of(few, GradientNormMonitor(), 10) == [], "of nine norms one knows little"
-    with pytest.warns(UserWarning, match=SAID.format(11, 1, 0.1)):
-        spikes_of(enough, GradientNormMonitor(), 11)
+    assert spikes_of(few, steps=10) == [], "of nine norms one knows little"
+    assert spikes_of(enough, steps=11, said=SAID.format(11, 1, 0.1))
 
 
 def test_a_new_level_is_no_spike_for_ever():
-    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
-        found = spikes_of({**dict.fromkeys(range(12, 40), 6.0), 38: 31.0}, GradientNormMonitor(limit=None), 40)
+    factors = {**dict.fromkeys(range(12, 40), 6.0), 38: 31.0}
+    found = spikes_of(factors, GradientNormMonitor(limit=None), 40, said=SAID.format(13, 6, 1))
     assert [step for step, *_ in found] == [*range(13, 23), 39]
     assert found[-1] == (39, 31.0, 6.0)
 
 
 def test_the_factor_and_the_decay():
     assert spikes_of({12: 6.0}, GradientNormMonitor(spike_factor=6.1)) == []
-    with pytest.warns(UserWarning, match=SAID.format(14, 6, 1.5)):
-        spikes_of({12: 1.5, 13: 6.0}, GradientNormMonitor(spike_factor=3.9, decay=0.0))
+    monitor = GradientNormMonitor(spike_factor=3.9, decay=0.0)
+    assert spikes_of({12: 1.5, 13: 6.0}, monitor, said=SAID.format(14, 6, 1.5))
 
 
 def test_no_more_spikes_are_listed_than_needed():
     factors = dict.fromkeys(range(12, 240, 2), 6.0)
-    monitor = GradientNormMonitor()
-    with pytest.warns(UserWarning, match="Gradient norm"):
-        found = spikes_of(factors, monitor, 240)
+    found = spikes_of(factors, steps=240, said="Gradient norm")
     assert len(factors) == 114
     assert [step for step, *_ in found] == [batch + 1 for batch in factors][-100:]
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@each("value", [math.inf, math.nan])
 def test_not_finite(value):
     match = r"Gradient norm, step 4: it is (inf|nan) \(in layer\.1\), and so are .* Look at the data of this step"
     model = Planned(make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.0))
@@ -95,6 +99,7 @@ def test_what_is_not_finite_enters_no_mean_and_is_no_step():
     assert "step 14: it is 6 before clipping" in spike
     assert math.isnan(found[4]["unclipped"])
     assert found[4]["used"] == 0, "a skipped step used something"
+    assert (found[13]["spikes"], found[14]["spikes"]) == (0, 1)
     ((step, norm, mean),) = monitor.state_dict()["spikes"]
     assert (step, norm, round(mean, 5)) == (14, 6.0, 1.0)
 
@@ -108,17 +113,11 @@ def test_a_loss_scaler_sees_to_what_is_not_finite():
 
 def test_the_limit():
     match = r"Gradient norm, step 3: it is 12 before clipping, above the limit of 10. Lower the learning rate"
-    with pytest.warns(UserWarning, match=match) as said:
-        trainer(GradientNormMonitor(limit=10), gradient_clip_val=1.0).fit(Constant({2: 12.0, 3: 13.0}))
-    assert len(texts(said)) == 1, "said more than once"
-    trainer(GradientNormMonitor(limit=None)).fit(Constant({2: 12.0}))
-    trainer(GradientNormMonitor(limit=12.5)).fit(Constant({2: 12.0}))
-
-
-def test_large_norms_are_no_fault_of_a_model():
-    """Warnings are errors."""
-    trainer(GradientNormMonitor()).fit(Constant(dict.fromkeys(range(6), 40.0)))
-    trainer(GradientNormMonitor(), max_steps=24).fit(Constant({step: 40.0 / (1 + step) for step in range(24)}))
+    spikes_of({2: 12.0, 3: 13.0}, GradientNormMonitor(limit=10), 6, said=match, gradient_clip_val=1.0)
+    for limit in (None, 12.5):  # from here on warnings are errors
+        spikes_of({2: 12.0}, GradientNormMonitor(limit=limit), 6)
+    spikes_of(dict.fromkeys(range(6), 40.0), steps=6)
+    spikes_of({step: 40.0 / (1 + step) for step in range(24)}, steps=24)
 
 
 def test_a_level_that_rose_is_above_the_limit():
@@ -126,11 +125,9 @@ def test_a_level_that_rose_is_above_the_limit():
     rising = {step: 2 ** (step / 4) for step in range(40)}
     medians = [statistics.median([rising[i] for i in range(step)]) for step in range(1, 40)]
     first = next(step for step in range(10, 40) if rising[step] > 10 * medians[step - 1])
-    with pytest.warns(UserWarning, match="times the median of") as said:
-        trainer(GradientNormMonitor(decay=0.5), max_steps=first + 3).fit(Constant(rising))
-    (text,) = texts(said)
-    assert f"Gradient norm, step {first + 1}: it is {rising[first]:.4g} before clipping, above 10 times" in text
-    trainer(GradientNormMonitor(decay=0.5, limit="100x"), max_steps=first + 3).fit(Constant(rising))
+    text = f"Gradient norm, step {first + 1}: it is {rising[first]:.4g} before clipping, above 10 times the median of"
+    spikes_of(rising, GradientNormMonitor(decay=0.5), first + 3, said=text)
+    spikes_of(rising, GradientNormMonitor(decay=0.5, limit="100x"), first + 3)
 
 
 def test_no_clipping_is_advised_where_something_clips():
@@ -144,3 +141,45 @@ def test_no_clipping_is_advised_where_something_clips():
     assert len(advice()) == 2
     assert advice(gradient_clip_val=1.0) == advice(RULES["Stable-SPAM"]) == []
     assert len(advice(RULES["without rules"])) == 2
+
+
+def test_a_resumed_run_is_the_uninterrupted_one():
+    """Stopped after a spike, between two logged steps, and before another."""
+
+    def fit(monitor, how, **kwargs):
+        run = trainer(monitor, log_every_n_steps=3, **kwargs)
+        run.fit(Constant({12: 6.0, 16: 7.0, 17: 1.5}), **how)
+        return run
+
+    warning = SAID.format(13, 6, 1)
+    whole, half, rest = resume(lambda: GradientNormMonitor(["layer"], every_n_steps=1), fit, (18, 14), warning, logged)
+    assert sorted(whole) == [3, 6, 9, 12, 15, 18]
+    assert whole == half | rest
+
+
+def test_a_checkpoint_knows_of_the_step_that_has_just_been_done():
+    monitor, saved = GradientNormMonitor(), []
+
+    class Save(Callback):
+        def on_train_batch_end(self, run, *_):
+            if run.global_step == 13:
+                saved.append(monitor.state_dict())
+
+    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
+        trainer(monitor, Save(), max_steps=14).fit(Constant({12: 6.0}))
+    assert [step for step, *_ in saved[0]["spikes"]] == [13]
+    assert saved[0]["alerts"]["texts"], "the checkpoint does not know what was said"
+
+
+def test_reported():
+    monitor = GradientNormMonitor(["layer"], limit=10)
+    with pytest.warns(UserWarning, match="Gradient norm"):
+        run = trainer(RunReport(), monitor, max_steps=16)
+        run.fit(Constant({12: 6.0, 14: 12.0}))
+    (table,) = monitor.report_sections(run)[0].blocks
+    assert [row[0] for row in table.rows] == [13, 15]
+    alerts = monitor.report_alerts(run)
+    assert [text.split(":")[0] for text in alerts] == ["Gradient norm, step 13", "Gradient norm, step 15"]
+    assert "above the limit of 10" in Path("report.html").read_text()
+    data = json.loads(Path("run.json").read_text())["summary"]["gradient_norm"]
+    assert ([spike["step"] for spike in data["spikes"]], data["alerts"]) == ([13, 15], alerts)

@@ -1,7 +1,6 @@
 """Runs whose loss scale is monitored."""
 
 import math
-from collections.abc import Collection
 
 import pytest
 import torch
@@ -11,23 +10,20 @@ from torch.amp.grad_scaler import GradScaler
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler
 from tests.lightning_imports import BoringModel, MixedPrecision, quiet_trainer
 
-Overflows = Collection[tuple[int, int]]  # of which batches, in the gradients of which optimizer
-
 
 def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=1e-3)
 
 
 class Scripted(BoringModel):
-    """Gradients overflow where they are told to; after each batch with a step, what the scaler says is kept."""
+    """Gradients overflow in some batches; after each batch with a step, what the scaler says is kept."""
 
     def __init__(self, overflows=(), make_optimizer=sgd):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
-        self.overflows = {(batch, 0) for batch in overflows}
+        self.overflows = {(batch, 0) for batch in overflows}  # the number is of the optimizer
         self.make_optimizer = make_optimizer
-        self.seen = []
-        self.steps = 0
+        self.seen, self.steps = [], 0
         self.skip = set()  # which optimizers, in the step under way
 
     def mean(self, batch, optimizer=0):
@@ -78,33 +74,25 @@ PLUGINS = {
     "Lightning's, torch's": lambda: mixed(torchs()),
 }
 
-plugins = pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
-
 
 def trainer(*callbacks, plugin=None, **kwargs):
-    defaults = {
-        "max_steps": 8,
-        "log_every_n_steps": 1,
-        "limit_val_batches": 0,
-        "plugins": [lowbit(conservative()) if plugin is None else plugin],
-    }
-    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
-
-
-def warned(match, scaler, overflows, plugin=lowbit, **kwargs):
-    """A run warns of the scale once, and of nothing else."""
-    settings = {name: kwargs.pop(name) for name in ("falls", "within") if name in kwargs}
-    with pytest.warns(UserWarning) as said:  # what is not matched here is raised again, and is an error
-        trainer(LossScaleMonitor(**settings), plugin=plugin(scaler), **kwargs).fit(Scripted(overflows))
-    texts = [str(one.message) for one in said if "Loss scale" in str(one.message)]
-    assert len(texts) == 1, texts
-    assert texts[0].startswith(f"LossScaleMonitor: {match}"), texts[0]
+    defaults = {"max_steps": 8, "log_every_n_steps": 1, "limit_val_batches": 0}
+    plugins = {"plugins": [lowbit(conservative()) if plugin is None else plugin]}
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **plugins, **kwargs})
 
 
 def silent(scaler, overflows, plugin=lowbit, **kwargs):
     """A run warns of nothing: warnings are errors."""
     settings = {name: kwargs.pop(name) for name in ("falls", "within") if name in kwargs}
     trainer(LossScaleMonitor(**settings), plugin=plugin(scaler), **kwargs).fit(Scripted(overflows))
+
+
+def warned(match, *arguments, **kwargs):
+    """A run warns of the scale once, and of nothing else."""
+    with pytest.warns(UserWarning) as said:  # what is not matched here is raised again, and is an error
+        silent(*arguments, **kwargs)
+    (text,) = [str(one.message) for one in said if "Loss scale" in str(one.message)]
+    assert text.startswith(f"LossScaleMonitor: {match}"), text
 
 
 FALLS = {"falls": 3, "within": 6}

@@ -6,7 +6,6 @@ from torch.amp.grad_scaler import GradScaler
 from lightning_lowbit import LossScaleMonitor, LowBitPrecision, StaticGradScaler
 from tests.callbacks.monitors.loss_scale.runs import (
     FALLS,
-    Scripted,
     conservative,
     lowbit,
     mixed,
@@ -15,7 +14,8 @@ from tests.callbacks.monitors.loss_scale.runs import (
     trainer,
     warned,
 )
-from tests.lightning_imports import BoringModel, MixedPrecision
+from tests.lightning_imports import BoringModel
+from tests.tables import each
 
 BOUNDS = {"falls": 3, "within": 4}
 
@@ -36,21 +36,16 @@ def test_too_many_falls(make, plugin):
     silent(make(growth_interval=100), {1, 4, 7}, plugin, **FALLS)
 
 
-@pytest.mark.parametrize("every", [5, 50])
-def test_too_many_falls_between_two_logged_steps(every):
+@pytest.mark.parametrize(("every", "at"), [(5, 10), (50, 20)])  # the first logged step after them, or the last one
+def test_too_many_falls_between_two_logged_steps(every, at):
     """What falls where nobody looks is told of when somebody does, also where single falls come after it."""
-    at = {5: 10, 50: 20}[every]  # the first logged step after them, or the last one
+    options = {**FALLS, "log_every_n_steps": every, "max_steps": 20}
     for later in (set(), {18}):
         scale = 128 / 2 ** (len(later) if at == 20 else 0)
         match = f"Loss scale, step {at}: 3 overflows came within 6 optimizer steps, where one now and then is "
         match += f"usual; it is now {scale:g}."
-        options = {**FALLS, "log_every_n_steps": every, "max_steps": 20}
         warned(match, conservative(growth_interval=100), {1, 4, 6} | later, **options)
     silent(conservative(growth_interval=100), {1, 4, 7, 18}, **options)
-
-
-def test_one_fall_may_be_too_many():
-    warned("Loss scale, step 3: 1 overflows", conservative(), {2}, falls=1, within=1)
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
@@ -73,11 +68,8 @@ def test_a_static_scale_is_at_no_bound_and_counts_overflows(plugin):
     silent(StaticGradScaler(1, device="cpu"), {1}, plugin, falls=3, within=3)
 
 
-AT_FLOOR = "it has been at its floor of {:g} for 4 optimizer steps: gradients leave the range of fp16 by themselves."
-
-
-@pytest.mark.parametrize(
-    ("make", "floor"),
+@each(
+    "make, floor",
     [
         (lambda: conservative(init_scale=16, floor=8, growth_interval=100), 8),
         (lambda: torchs(init_scale=2.0, growth_interval=100), 1),
@@ -85,21 +77,18 @@ AT_FLOOR = "it has been at its floor of {:g} for 4 optimizer steps: gradients le
     ],
 )
 def test_the_floor(make, floor):
-    advice = " The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32'; or lower"
     first = 2 if make().get_scale() > floor else 1  # the first step at the floor
     at = first + BOUNDS["within"] - 1
-    warned(f"Loss scale, step {at}: " + AT_FLOOR.format(floor) + advice, make(), {1}, **BOUNDS)
+    advice = f"Loss scale, step {at}: it has been at its floor of {floor} for 4 optimizer steps: gradients leave the "
+    advice += "range of fp16 by themselves. The model needs the range of float32: train it with compute_dtype='bf16' "
+    warned(f"{advice}or 'fp32'; or lower", make(), {1}, **BOUNDS)
     silent(make(), {1}, **BOUNDS, max_steps=at - 1)
 
 
 def test_a_scale_that_leaves_its_floor_again():
-    def make():
-        return conservative(init_scale=1, growth_interval=2, growth_factor=2.0, cooldown=0)
-
-    scales = Scripted({2, 5, 8})
-    trainer(LossScaleMonitor(), plugin=lowbit(make()), max_steps=10).fit(scales)
-    assert [one["scale"] for one in scales.seen] == [1, 2, 1, 1, 2, 1, 1, 2, 1, 1]
-    silent(make(), {2, 5, 8}, falls=3, within=3, max_steps=10)
+    """At it in the steps 1, 3, 4, 6, 7, 9 and 10."""
+    leaves = conservative(init_scale=1, growth_interval=2, growth_factor=2.0, cooldown=0)
+    silent(leaves, {2, 5, 8}, falls=3, within=3, max_steps=10)
 
 
 def test_the_cap():
@@ -112,20 +101,16 @@ def test_the_cap():
     silent(make(), (), **BOUNDS, max_steps=6)
     leaves = conservative(init_scale=64, cap=64, growth_interval=2, growth_factor=2.0, cooldown=0)
     silent(leaves, {2, 5, 8}, **BOUNDS, max_steps=10)  # at its cap in the steps 1, 2, 5 and 8
+    silent(torchs(init_scale=2.0, growth_interval=1), (), **BOUNDS)  # torch's own has none
 
 
-def test_torchs_own_scale_has_no_cap():
-    silent(torchs(init_scale=2.0, growth_interval=1), (), **BOUNDS)
-
-
-@pytest.mark.parametrize(
-    ("plugin", "message"),
+@each(
+    "plugin, message",
     [
         (
             lambda: [LowBitPrecision("bf16", compute_dtype="bf16")],
             "LowBitPrecision with precision 'bf16-mixed' has none",
         ),
-        (lambda: [MixedPrecision("bf16-mixed", "cpu")], "MixedPrecision with precision 'bf16-mixed' has none"),
         (lambda: [mixed(GradScaler("cpu", enabled=False))], "MixedPrecision with precision '16-mixed' has none"),
         (list, "Precision with precision '32-true' has none"),
     ],
