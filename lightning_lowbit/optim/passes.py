@@ -72,7 +72,7 @@ class Batch:
         rules: of these parameters.
         passes: work on their elements; chosen when all members are known.
         finite: bool, 0-d; False if a gradient of any batch or rank is not finite: no parameter takes the step.
-        sums: of the shards on this rank, from Adam's update; None if the rules have measured norms before.
+        sums: Σ(clip(g)/unit)² and numbers of changed elements of the shards on this rank, [2, P]; None without a rule.
         memory: of the optimizer: what passes need not find out again in the next step, by the first member's number.
     """
 
