@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.quant import quantize_operand
-from tests.quant.tensors import EXMY, casts, same, spread_scales
+from tests.quant.tensors import EXMY, casts, same, spread_scales, whole
 from tests.references import quantize as reference
 
 # The fixture that every test has gives it a folder and a seed, which these do not use.
@@ -55,16 +55,14 @@ def exactly_idempotent():
     where the codes can double. With ExMy scales that needs a largest code which does not move: among e2m1's 4 and 6
     there is nothing for a scale within 1/8 to reach, and of the two scales of 4/6 the one chosen has no error.
     """
-    powers = [
-        Scale("e8m0", block, rule) for rule in ("floor", "ceil", "even", "rceil") for block in (4, (4, 16), "row")
-    ]
+    rules = ("floor", "ceil", "even", "rceil")
+    powers = [Scale("e8m0", block, rule) for rule in rules for block in (4, (4, 16), "row")]
     powers += [Scale("fp32", block, "power_of_two") for block in (4, "row", "tensor")]
     exmy = [Scale(name, block) for name in ("e4m3", "e3m4", "e5m2") for block in (4, (4, 16), "row", "tensor")]
     exmy += [Scale("e4m3", 4, rounding) for rounding in ("nearest", "up")]
     exmy += [Scale("e4m3", 4, four_over_six=measure) for measure in ("mse", "mae")]
-    return [Cast(element, scale) for scale in powers for element in ELEMENT_FORMATS] + [
-        Cast("e2m1", scale) for scale in exmy
-    ]
+    casts = [Cast(element, scale) for scale in powers for element in ELEMENT_FORMATS]
+    return casts + [Cast("e2m1", scale) for scale in exmy]
 
 
 @PROFILE
@@ -112,13 +110,7 @@ def test_signs_pass_through(x, cast, dim):
 
 
 @PROFILE
-@given(
-    x=matrices(),
-    cast=st.sampled_from(some_casts()),
-    dim=st.integers(0, 1),
-    rows=st.integers(0, 5),
-    more=st.integers(0, 20),
-)
+@given(matrices(), st.sampled_from(some_casts()), st.integers(0, 1), st.integers(0, 5), st.integers(0, 20))
 def test_padding_changes_nothing(x, cast, dim, rows, more):
     """But the mean of a block: zeros that somebody else has added are elements."""
     assume(cast.scale.statistic != "absmean")
@@ -148,8 +140,7 @@ def test_both_roundings_end_on_a_neighbor(x, cast, key, dim):
     steps = torch.cat([-positive.flip(0)[:-1], positive])
     for rounding, reach in (("nearest", 0.5), ("stochastic", 1.0)):
         mode = replace(cast, rounding=rounding)
-        operand = quantize_operand(x, mode, dim, torch.tensor(key), dtype=torch.float32)
-        found = operand.values * (1.0 if operand.factor is None else operand.factor)
+        found = whole(quantize_operand(x, mode, dim, torch.tensor(key), dtype=torch.float32))
         quantized = quantize(x, mode, dim, key=key)
         elements = quantized.elements()
         unit = torch.where(elements != 0, found / elements, 0.0)  # what an element of 1 stands for
