@@ -133,6 +133,8 @@ def test_keyed_signs_need_a_key():
 def test_keyed_signs_are_a_function_of_the_key():
     key = KEYS[0]
     same(Hadamard(16, "keyed").diagonal(key.reshape(1), CPU), signs_of(16, int(key)), "a key of one element")
+    several = torch.stack([signs_of(16, int(key)) for key in KEYS[:3]])
+    same(Hadamard(16, "keyed").diagonals(KEYS[:3], CPU), several, "several keys")
     patterns = {tuple(signs_of(128, int(key)).tolist()) for key in KEYS[:200]}
     assert len(patterns) == 200, "keys share their signs"
 
