@@ -42,6 +42,11 @@ class Entry(NamedTuple):
     def parameters(self, dtype=None):
         return make_parameters(dtype or self.dtype, self.shapes)
 
+    def new(self, dtype=None, **options):
+        """Parameters, and an optimizer of them."""
+        parameters = self.parameters(dtype)
+        return parameters, self(parameters, **options)
+
     def __call__(self, params, lr=LR):
         if self.base is None:
             return self.kind(params, lr=lr, **self.options)
