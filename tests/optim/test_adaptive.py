@@ -132,18 +132,6 @@ def test_matrices_only_leaves_vectors_as_they_are():
     follow_reference(Adaptive(make(parameters), matrices_only=True, gamma3=0.5), make(twins), guarding, 8, 1e-9)
 
 
-def test_options_are_read_at_each_step():
-    parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
-    adaptive, plain = Adaptive(torch.optim.SGD(parameters, lr=1e-2)), torch.optim.SGD(twins, lr=1e-2)
-    adaptive.param_groups[0].update(element_clip=None, norm_clip=None, lr=0.5)
-    plain.param_groups[0]["lr"] = 0.5
-    train(adaptive, parameters, range(3))
-    train(plain, twins, range(3))
-    assert_same(
-        [p.detach() for p in parameters], [p.detach() for p in twins], "an option or lr changed later was ignored"
-    )
-
-
 def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises():
     class Broken(torch.optim.SGD):
         def step(self, closure=None):
@@ -212,14 +200,3 @@ WRAPS = "Adaptive wraps a torch.optim.Optimizer .*got "
 def test_what_it_cannot_wrap_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(Parameter(torch.ones(2, 2)))
-
-
-def test_statistics_of_bf16_are_fp32_and_the_wrapped_optimizer_sees_bf16():
-    parameters = make_parameters(torch.bfloat16, SHAPES)
-    optimizer = Adaptive(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-    train(optimizer, parameters, range(3))
-    for p in parameters:
-        state = optimizer.state[p]
-        assert state["momentum_buffer"].dtype == torch.bfloat16, "the wrapped optimizer was given another dtype"
-        assert state["threshold"].dtype == state["norm_mean"].dtype == torch.float32
-        assert state["steps"] == 3, f"{state['steps']} steps were counted, not 3"

@@ -4,27 +4,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_lowbit.optim import passes, rules
 from lightning_lowbit.optim.passes import in_pieces
-from tests.tables import each
+from tests.tables import deterministic, each
 
-# Deterministic: it derives no seeds. The fixture that every test has gives it a folder, which these do not use.
-PROFILE = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+PROFILE = deterministic(100)
 # Squares of these are no more than a third of what fp32 holds, and those of float64 are far away from its limits.
 finite = st.floats(-(2.0**60), 2.0**60, width=32)
 vectors = st.lists(finite, min_size=1, max_size=12).map(torch.tensor)
-
-
-# --- pieces ---
 
 
 @each(
@@ -57,44 +47,6 @@ def test_elsewhere_pieces_are_larger():
         assert [len(piece) for (piece,) in passes.pieces_of(zeros)] == rows, f"pieces on {device}"
 
 
-# --- moving averages ---
-
-
-@each("dtype", [torch.float32, torch.float64])
-@each("decay", [0.0, 1e-3, 0.5, 0.9, 0.99999])
-def test_weights_give_the_bias_corrected_average(decay, dtype):
-    values = torch.randn(40, dtype=torch.float64).exp().tolist()
-    average, uncorrected = torch.full((), math.nan, dtype=dtype), 0.0
-    for step, value in enumerate(values):
-        weight = rules.averaging_weight(decay, torch.tensor(step), dtype)
-        assert weight.dtype == dtype
-        new = torch.tensor(value, dtype=dtype)
-        average = new if step == 0 else average.lerp(new, weight)  # at 1 even a NaN would be forgotten by `where`
-        uncorrected = decay * uncorrected + (1 - decay) * value
-        exact = uncorrected / (1 - decay ** (step + 1))
-        # γ = .99999 costs the exact side five digits of float64.
-        near = pytest.approx(exact, rel=1e-6 if dtype == torch.float32 else 1e-10)
-        assert average.item() == near, f"average of {step + 1} values at γ = {decay} is {average}, not {exact}"
-
-
-@PROFILE
-@given(st.lists(st.floats(0, 0.99), min_size=1, max_size=30))
-def test_growing_weight_gives_the_average_of_decays_that_change(decays):
-    """Σ(1 − γᵢ)·γᵢ₊₁⋯γₜ·xᵢ over the sum of these weights, worked out from the definition."""
-    values = [math.sin(index) + 2 for index in range(len(decays))]
-    total, average = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for decay, value in zip(decays, values, strict=True):
-        weight, total = rules.growing_weight(1 - decay, total)
-        average = average.lerp(torch.tensor(value, dtype=torch.float64), weight)
-    shares = [(1 - decay) * math.prod(decays[index + 1 :]) for index, decay in enumerate(decays)]
-    assert total.item() == pytest.approx(1 - math.prod(decays), rel=1e-12), "the total is not 1 − γ₁⋯γₜ"
-    exact = sum(share * value for share, value in zip(shares, values, strict=True)) / sum(shares)
-    assert average.item() == pytest.approx(exact, rel=1e-9), f"average {average}, from the definition {exact}"
-
-
-# --- AdaClip ---
-
-
 @PROFILE
 @given(vectors, st.floats(0, 1))
 def test_ada_clip_of_anything(gradient, share):
@@ -106,9 +58,6 @@ def test_ada_clip_of_anything(gradient, share):
         wanted = value * ratio.item() if abs(value) > threshold else value
         assert clipped == pytest.approx(wanted, rel=1e-6, abs=1e-45), f"{value} became {clipped}, not {wanted}"
     assert got.abs().max() <= threshold * (1 + 1e-6), f"{got} exceeds T = {threshold}"
-
-
-# --- SpikeClip ---
 
 
 @PROFILE

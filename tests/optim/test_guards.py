@@ -108,9 +108,6 @@ def test_compiled_fp8_moments_are_those_of_eager_code(code):
     assert (moved > 1e-5).sum() <= 8, f"{(moved > 1e-5).sum()} elements moved elsewhere, by up to {moved.max()}"
 
 
-# --- gradient_statistics ---
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_statistics_of_a_skipped_step(code, bad):
     """Maxima are those of this step; T and the count are what they were; nothing was cut, and no norm is known."""

@@ -15,8 +15,8 @@ from tests.optim.conformance.entries import ENTRIES, assert_nothing_happened
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 from tests.tables import each
 
-STATES = ("StableSPAM", "StableSPAM fp8", "SPAM", "SPAM density", "LowBitAdamW fp32", "LowBitAdamW fp8")
-STATES += ("LowBitAdamW master", "Adaptive AdamW", "Adaptive AdamW fused", "Adaptive SGD")
+STATES = ["StableSPAM", "StableSPAM fp8", "SPAM", "SPAM density", "LowBitAdamW fp32", "LowBitAdamW fp8"]
+STATES += ["LowBitAdamW master", "Adaptive AdamW", "Adaptive AdamW fused", "Adaptive SGD"]
 MAKERS = {name: ENTRIES[name] for name in STATES}
 WITH_MOMENTS = {name: make for name, make in MAKERS.items() if not name.startswith("Adaptive")}
 MATRICES = [(6, 200), (64, 64), (12, 5), (64,)]
@@ -24,8 +24,7 @@ MATRICES = [(6, 200), (64, 64), (12, 5), (64,)]
 
 def trained(name, shapes, names=None):
     """Parameters and their optimizer after two steps."""
-    dtype = torch.bfloat16 if "master" in name else torch.float32
-    parameters = make_parameters(dtype, shapes)
+    parameters = make_parameters(MAKERS[name].dtype, shapes)
     optimizer = MAKERS[name](parameters if names is None else zip(names, parameters, strict=True))
     train(optimizer, parameters, range(2))
     return parameters, optimizer
@@ -137,19 +136,13 @@ def test_entries_that_nobody_reads_are_refused(name):
         assert "exp_avg" in (why := refused(optimizer, parameters, saved)) or "damaged" in why
 
 
-def foreign(name, parameters):
-    if name in MAKERS:
-        return MAKERS[name](parameters)
-    return {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}[name](parameters)
-
-
 @each("name", MAKERS)
 @each("other", [*MAKERS, "AdamW", "SGD", "Adagrad"])
 def test_a_state_of_another_optimizer_goes_on_or_is_refused(name, other):
     """What goes on is of the same class, or of a relative with the same entries."""
     dtype = torch.bfloat16 if "master" in name or "master" in other else torch.float32
     parameters, others = make_parameters(dtype, MATRICES), make_parameters(dtype, MATRICES)
-    optimizer, saved = MAKERS[name](parameters), foreign(other, others)
+    optimizer, saved = MAKERS[name](parameters), (MAKERS.get(other) or getattr(torch.optim, other))(others)
     train(optimizer, parameters, range(2))
     train(saved, others, range(2))
     dense, fp8, adam = {"StableSPAM", "SPAM", "LowBitAdamW fp32"}, {"StableSPAM fp8", "LowBitAdamW fp8"}, {"AdamW"}

@@ -50,7 +50,6 @@ def transposed(found):
 # --- NVFP4 ------------------------------------------------------------------------------------------------------------
 
 FINITE_CASES = [name for name in golden.cases("nvfp4_1x16") if not golden.case("nvfp4_1x16", name)["peer_only"]]
-PEER_CASES = sorted(set(golden.cases("nvfp4_1x16")) - set(FINITE_CASES))
 
 
 @each("name", FINITE_CASES)
@@ -65,19 +64,6 @@ def test_nvfp4_tiles(name):
     case = golden.case("nvfp4_16x16", name)
     check(quantize(case["x"], NVFP4_TILES), case, name, rows=16)
     check(quantize(case["x"].t(), NVFP4_TILES), case, f"{name} transposed", "t_", rows=16)
-
-
-@pytest.mark.parametrize("name", PEER_CASES)
-def test_non_finite_inputs(name):
-    x = golden.case("nvfp4_1x16", name)["x"]
-    found = quantize(x, NVFP4)
-    bad = ~x.isfinite()
-    bad_block = bad.unflatten(1, (-1, 16)).any(-1)
-    values = found.dequantize()
-    assert bad.any()
-    assert values[bad].isnan().all(), f"{name}: a non-finite element became {values[bad].tolist()}"
-    assert values[~bad_block.repeat_interleave(16, 1)].isfinite().all(), f"{name}: the damage leaves its block"
-    same(found.scales.float().isnan(), bad_block, f"{name}: scales that are NaN")
 
 
 # --- MXFP4, MXFP6, MXFP8 ----------------------------------------------------------------------------------------------
@@ -167,25 +153,14 @@ def test_four_over_six(name):
         check(found, fields, f"{name} {mode}", rows=rows, sure=sure)
 
 
-def test_four_over_six_takes_both():
-    """The golden cases tell the two maps apart: some blocks take 4, some 6."""
-    assert 0.1 < golden.case("nvfp4_4over6", "randn_bf16")["mse256/pick4"].mean() < 0.9
-
-
 # --- BitNet -----------------------------------------------------------------------------------------------------------
 
 BITNET = LinearCasts.preset("ternary")
 BITNET_CASES = {name: golden.case("bitnet", name) for name in golden.cases("bitnet")}
 WEIGHTS = [name for name, case in BITNET_CASES.items() if "w" in case]
 ACTIVATIONS = [name for name, case in BITNET_CASES.items() if "x" in case]
-LAYERS = [name for name, case in BITNET_CASES.items() if "layer_x" in case]
 TWO_ULPS = 2.0**-22
 """What codes * mean and codes / (1 / mean) differ by at most."""
-
-
-def test_every_case_of_bitnet_is_used():
-    assert {*WEIGHTS, *ACTIVATIONS, *LAYERS} == set(BITNET_CASES)
-    assert (len(WEIGHTS), len(ACTIVATIONS), len(LAYERS)) == (9, 3, 2)
 
 
 @each("name", WEIGHTS)
@@ -242,6 +217,13 @@ EDGES = torch.cat([torch.logspace(-149, 127, 277, 2), torch.tensor([3.4028235e38
         (NVFP4, -1),
         (NVFP4_TILES, -1),
         *((NVFP4.replace(scale={"top": 256, "four_over_six": measure}), -1) for measure in ("mse", "mae")),
+        (Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1547, epsilon=1e-5)), -1),
+        (Cast("int4", Scale("fp32", statistic="minmax")), -1),
+        (Cast("int8", Scale("fp32", "tensor", statistic="minmax")), -1),
+        (Cast("int3", Scale("fp32", "row", statistic="minmax"), "stochastic"), 0),
+        (Cast("int8", Scale("fp32", (4, 16), factor=0.8, epsilon=0.5), "stochastic"), -1),
+        (Cast("e2m1", Scale("e4m3", 16), "stochastic"), -1),
+        (Cast("int8", Scale("e5m2", 32), "stochastic"), -1),
     ],
     ids=str,
 )
@@ -253,7 +235,7 @@ def test_compiled_equals_eager_to_the_last_exponent(cast, dim):
         found = {}
         for backend in ("eager", "compiled"):
             with compilation.backend(backend):
-                found[backend] = quantize(part, cast, dim)
+                found[backend] = quantize(part, cast, dim, key=7)
         values = {backend: quantized.elements() for backend, quantized in found.items()}
         same(values["compiled"], values["eager"], f"{cast} compiled, values of codes")  # the sign of a NaN is no matter
         same(float_scales(found["compiled"]), float_scales(found["eager"]), f"{cast} compiled, scales")

@@ -14,8 +14,6 @@ from tests.quant.tensors import EXMY, NVFP4, casts, same, sample, some_casts, sp
 from tests.references import quantize as reference
 from tests.tables import each
 
-# --- what bfloat16 holds ----------------------------------------------------------------------------------------------
-
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
@@ -39,9 +37,6 @@ def test_powers_of_two_fit_bfloat16(element):
             cast = Cast(element, Scale("fp32", block, rounding, statistic=statistic))
             assert cast.fits_bfloat16 == fits, f"{cast}: fits_bfloat16 is {cast.fits_bfloat16}"
     assert Cast(element, Scale("e8m0", 32)).fits_bfloat16
-
-
-# --- elements times scales --------------------------------------------------------------------------------------------
 
 
 def exact_product(stored):
@@ -99,8 +94,6 @@ def test_float16_operands_do_not_overflow(element):
         same(quantize_operand(x, cast, -1).values.double(), product, f"{cast} of float16")
 
 
-# --- rounded ----------------------------------------------------------------------------------------------------------
-
 ROUNDED = [
     *[Cast(element, Scale("fp32", block)) for element in ("int4", "e1m2") for block in (16, (4, 16))],
     Cast("int8", Scale("fp32", 16, statistic="minmax")),
@@ -154,9 +147,6 @@ def test_without_block_scales_there_is_nothing_to_round(block):
     same(rounded.factor, plain.factor, f"{cast}, factor")
 
 
-# --- in the dtype of the hardware -------------------------------------------------------------------------------------
-
-
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("block", ["row", "tensor"])
 @pytest.mark.parametrize("element", [name for name, format in ELEMENT_FORMATS.items() if format.gemm_dtype])
@@ -184,8 +174,6 @@ def test_integers_show_in_their_factor_what_is_not_finite(bad):
         rows = found.factor.expand(4, 1)[:, 0].isnan().tolist()
         assert rows == ([False, False, True, False] if block == "row" else [True] * 4), f"{cast}: NaN in rows {rows}"
 
-
-# --- on their way -----------------------------------------------------------------------------------------------------
 
 BLENDED = [
     Cast("int4", Scale("fp32", 16), round_to_bfloat16=True),

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from lightning_lowbit import Cast, Scale, compilation, quantize
@@ -25,9 +24,6 @@ def minmax(element, block=16, **settings):
 
 def absmean(element, block=16, **settings):
     return Cast(element, Scale("fp32", block, statistic="absmean", **settings))
-
-
-# --- by hand ----------------------------------------------------------------------------------------------------------
 
 
 def test_absmean_by_hand():
@@ -64,8 +60,6 @@ def test_minmax_by_hand():
         assert found.elements()[i].tolist() == [code - zero for code in codes], f"{name}: elements"
 
 
-# --- against the slow reference ---------------------------------------------------------------------------------------
-
 CASTS = [
     absmean("ternary", factor=2 / math.sqrt(3), epsilon=1e-5),
     absmean("e2m1", rounding="power_of_two", factor=0.7),
@@ -99,35 +93,12 @@ def test_equals_reference(cast):
             check_stochastic(x.float(), replace(mode, rounding="stochastic"), dim)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cast", "dim"),
-    [
-        (in_block(CASTS[0], "tensor"), -1),
-        (minmax("int4"), -1),
-        (minmax("int8", "tensor"), -1),
-        (replace(minmax("int3", "row"), rounding="stochastic"), 0),
-        (Cast("int8", Scale("fp32", (4, 16), factor=0.8, epsilon=0.5), "stochastic"), -1),
-    ],
-    ids=str,
-)
-def test_compiled_equals_reference(cast, dim):
-    with compilation.backend("compiled"):
-        if cast.rounding == "stochastic":
-            check_stochastic(ragged(), cast, dim)
-        else:
-            check_against_reference(ragged(), cast, dim)
-
-
 def test_compiled_operands_equal_reference():
     """In bfloat16, rounded to it: what a layer computes with."""
     x, cast = ragged().bfloat16(), replace(minmax("int4"), round_to_bfloat16=True)
     with compilation.backend("compiled"):
         found = quantize_operand(x, cast, -1).values
     same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")
-
-
-# --- means ------------------------------------------------------------------------------------------------------------
 
 
 def test_means_do_not_depend_on_order():
@@ -139,9 +110,6 @@ def test_means_do_not_depend_on_order():
     for shape in ((1, -1), (128, 128), (-1, 1)):
         found = {quantize(x[order].view(shape), absmean("ternary", "tensor")).scales.item() for order in orders}
         assert len(found) == 1, f"{shape}: {found}"
-
-
-# --- least and largest ------------------------------------------------------------------------------------------------
 
 
 @each("element", INTEGERS)

@@ -117,9 +117,6 @@ def test_what_is_not_finite_shows_in_the_noise(cast, bad):
     assert math.isnan(of_operand(x, cast, 1)["noise"])
 
 
-# --- samples ----------------------------------------------------------------------------------------------------------
-
-
 def picked(count, stride):
     """One of each ``stride`` numbers, that a hash chooses."""
     places = range(-(-count // stride))
@@ -174,9 +171,6 @@ def test_a_sample_is_no_choice_of_places_in_sequences(length):
 def test_two_elements_more_than_the_most():
     x = sample(3, 6)
     assert [of_operand(x, NVFP4, 1, most=most)["elements"] for most in (18, 17, 9, 6, 1)] == [18, 12, 12, 6, 6]
-
-
-# --- sums of sums -----------------------------------------------------------------------------------------------------
 
 
 def test_merging():

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.rules import OPTIONS, check_options
+from tests.optim.conformance.entries import subclasses
 from tests.optim.parameters import assert_same, make_parameters, snapshot, train
 from tests.tables import each
 
@@ -83,11 +84,7 @@ def parameters_for(kind):
     return torch.optim.SGD([parameter]) if kind is Adaptive else [parameter]
 
 
-def all_subclasses(kind):
-    return [kind for child in kind.__subclasses__() for kind in (child, *all_subclasses(child))]
-
-
-@pytest.mark.parametrize("kind", [*all_subclasses(ClippedAdam), Adaptive], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*subclasses(ClippedAdam), Adaptive], ids=lambda kind: kind.__name__)
 def test_every_argument_reaches_the_group_and_is_checked(kind):
     for name in keywords(kind):
         if name == "preset":  # stands for values of others
@@ -101,7 +98,7 @@ def test_every_argument_reaches_the_group_and_is_checked(kind):
             kind(parameters_for(kind), **{name: bad})
 
 
-@pytest.mark.parametrize("kind", all_subclasses(ClippedAdam), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*subclasses(ClippedAdam)], ids=lambda kind: kind.__name__)
 def test_defaults_are_good_and_a_group_may_have_any_option(kind):
     optimizer = kind([Parameter(torch.ones(2, 2))])
     assert set(optimizer.defaults) == set(OPTIONS) - {"norm_eps"}, "a default that no option describes, or no default"
