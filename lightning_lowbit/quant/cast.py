@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, wraps
 from typing import Any, Literal
 
-from lightning_lowbit import formats
 from lightning_lowbit.checks import choose, flag, fraction, from_fields, integer, number
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format
+from lightning_lowbit.formats import integer as integers
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
@@ -283,7 +283,7 @@ class Cast:
     @property
     def grid(self) -> Format:
         """The grid that elements are rounded to: their format, or with a zero point the whole numbers around it."""
-        return formats.integer(self.format.bits + 1) if self.scale.statistic == "minmax" else self.format
+        return integers(self.format.bits + 1) if self.scale.statistic == "minmax" else self.format
 
     @property
     def fits_bfloat16(self) -> bool:
