@@ -43,6 +43,15 @@ def each(names, rows):
     return decorate
 
 
+def deterministic(examples):
+    """Settings of hypothesis: no seeds, and nothing of what fixtures give to every test matters."""
+    from hypothesis import HealthCheck, settings  # here, since few tests use it
+
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    options = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": checks}
+    return settings(**options, max_examples=examples)
+
+
 def _values(row, columns):
     if isinstance(row, type(pytest.param())):
         assert not row.marks, f"{row.id}: the rows of one test are marked alike"

@@ -139,7 +139,7 @@ class ClippedAdam(ClippedOptimizer):
     def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        moments, has_master = self._format(group, len(sharding.shape))
+        moments, has_master = moments_of(group, len(sharding.shape)), group["master_weights"] is not None
         if sharding.is_flat and moments.draws:
             raise ValueError(
                 "Under FSDP1 a rank holds a stretch of a matrix and no rows: FP8 and sparse moments need "
@@ -156,15 +156,10 @@ class ClippedAdam(ClippedOptimizer):
             )
         return state, moments, {name: local(state[name]) for name in needed}
 
-    def _format(self, group: Mapping[str, Any], dims: int) -> tuple[DenseMoments, bool]:
-        """Returns the moments' format for a parameter with ``dims`` dimensions, and whether it has master weights."""
-        return moments_of(group["moments"], group["density"], dims), group["master_weights"] is not None
-
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
-        moments, has_master = self._format(group, shard.dim())
+        moments = moments_of(group, shard.dim()).entries(shard.shape, statistics_dtype(shard))
         masters: Entries = {"master": (shard.shape, torch.float16), "master_scale": ((), torch.float32)}
-        entries = super()._entries(shard, group) | moments.entries(shard.shape, statistics_dtype(shard))
-        return entries | masters if has_master else entries
+        return super()._entries(shard, group) | moments | (masters if group["master_weights"] is not None else {})
 
     def _new_state(self, parameter: Tensor, moments: DenseMoments, has_master: bool) -> dict[str, Tensor]:
         dtype, device = statistics_dtype(parameter), local(parameter).device

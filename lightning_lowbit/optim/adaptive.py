@@ -192,9 +192,6 @@ class Adaptive(ClippedOptimizer):
     def _options(self) -> Set[str]:
         return self.options.keys()
 
-    def _owns(self, name: str) -> bool:
-        return name in self.SCALARS
-
     def _rules(self, group: Mapping[str, Any]) -> GroupRules:
         # beta2 is 0 because exp_avg_sq is not bias-corrected. Adafactor, for one, sums the squares of rows and columns.
         rules = rules_of(group, total_steps=None, beta2=0.0)

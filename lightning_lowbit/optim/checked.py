@@ -91,7 +91,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def _owns(self, name: str) -> bool:
         """Returns whether an entry of the state is not of another optimizer."""
-        return True
+        return not self._has_foreign_state or name in self.SCALARS
 
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
         """Returns the shapes and dtypes of a new state of a shard, without entries of another optimizer."""
@@ -154,8 +154,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         if not isinstance(saved, dict):
             return f"it is {described(saved)}"
         values = {name: value for name, value in saved.items() if self._owns(name)}
-        is_new = not (values if self._has_foreign_state else saved)
-        entries = {} if is_new else self._entries(local(parameter), group)
+        entries = self._entries(local(parameter), group) if values else {}
         for name, value in values.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and name not in self.SCALARS:
                 if value.placements != parameter.placements:

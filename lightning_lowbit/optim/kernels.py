@@ -277,9 +277,9 @@ def _shard(member: Member) -> ParameterShard:
         for offset, length in zip(offsets[1:-1], whole[1:-1], strict=True):
             above = above * length + offset
         first = above * stride + offsets[-1]
-    starts, entries = _NOWHERE.copy(), moments.entries(shard.shape, torch.float32)
+    starts, entries = _NOWHERE.copy(), _entries(member)
     for name, tensor in tensors.items():
-        shape, dtype = entries.get(name) or (shard.shape, torch.float16)
+        shape, dtype = entries[name]
         if tensor.shape != shape:
             raise ValueError(_changed(member, misfit(tensors, {name: (shape, dtype)})))
         starts[name] = address(name, tensor, dtype, tensor.numel(), device)

@@ -199,11 +199,11 @@ def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
 _DENSE, _IN_FP8 = DenseMoments(), FP8Moments()
 
 
-def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
-    """Returns the format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
-    if dims > 1 and density < 1:
-        return SparseMoments(every=round(1 / density))
-    return _IN_FP8 if dims > 1 and kind == "fp8" else _DENSE
+def moments_of(group: Mapping[str, Any], dims: int) -> DenseMoments:
+    """Returns a group's format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
+    if dims > 1 and group["density"] < 1:
+        return SparseMoments(every=round(1 / group["density"]))
+    return _IN_FP8 if dims > 1 and group["moments"] == "fp8" else _DENSE
 
 
 _FP8 = {"mean": ELEMENT_FORMATS["e4m3"], "mean_square": ELEMENT_FORMATS["e5m2"]}

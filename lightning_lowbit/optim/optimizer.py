@@ -87,8 +87,7 @@ class ClippedOptimizer(CheckedOptimizer):
             _measure(batches)
             _clip_norms(batches)
             self._apply(batches)
-            updated = [(batch, batch.sums) for batch in batches if batch.sums is not None]
-            _set_norms([batch for batch, _ in updated], [sums for _, sums in updated])
+            _set_norms([batch for batch in batches if batch.sums_in_update])
         # In place: an assignment to an optimizer's attribute is lost in a compiled step.
         self._statistics[:] = map(_statistics, batches)
         return loss
@@ -250,7 +249,9 @@ def _clip_elements(batch: Batch, amaxes: Tensor) -> None:
 def _clip_norms(batches: Sequence[Batch]) -> None:
     """Applies the rules for norms."""
     measured = [batch for batch in batches if batch.measures_norms]
-    _set_norms(measured, [batch.passes.squares(batch.decision()) for batch in measured])
+    for batch in measured:
+        batch.sums = batch.passes.squares(batch.decision())
+    _set_norms(measured)
     bounded = [batch.numbers["norm"] for batch in measured if isinstance(batch.rules.norms, GradClip)]
     total = norm_of(torch.cat([norms.to(bounded[0].device) for norms in bounded])) if bounded else None
     for batch in batches:
@@ -259,13 +260,11 @@ def _clip_norms(batches: Sequence[Batch]) -> None:
             batch.numbers["norm_after"] = batch.numbers["norm"] * factor
 
 
-def _set_norms(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
-    """Sets norms of whole gradients, as yet without a rule, and numbers of changed elements; one collective per group.
-
-    ``sums`` has the Σ(clip(g)/unit)² and counts of shards, [2, P], by batch.
-    """
-    groups = [batch.groups for batch in batches]
-    for batch, rows in zip(batches, all_reduce_(sums, groups, dist.ReduceOp.SUM), strict=True):
+def _set_norms(batches: Sequence[Batch]) -> None:
+    """Sets norms of whole gradients, without a rule as yet, and numbers of changed elements; a collective per group."""
+    sums = [batch.sums for batch in batches if batch.sums is not None]
+    rows_of_batches = all_reduce_(sums, [batch.groups for batch in batches], dist.ReduceOp.SUM)
+    for batch, rows in zip(batches, rows_of_batches, strict=True):
         squares, changed = torch.where(batch.numbers["taken"], rows, 0.0)
         norm = squares.sqrt()
         whole = (norm * batch.numbers["unit"]).clamp_(max=torch.finfo(rows.dtype).max)

@@ -72,7 +72,7 @@ class Batch:
         rules: of these parameters.
         passes: work on their elements; chosen when all members are known.
         finite: bool, 0-d; False if a gradient of any batch or rank is not finite: no parameter takes the step.
-        sums: of the shards on this rank, from Adam's update; None if the rules have measured norms before.
+        sums: Σ(clip(g)/unit)² and numbers of changed elements of the shards on this rank, [2, P]; None without a rule.
         memory: of the optimizer: what passes need not find out again in the next step, by the first member's number.
     """
 
@@ -214,21 +214,26 @@ class Passes:
         result: list[Tensor] = []
         member, dtype = self.batch.members[index], self.batch.dtype
         moments = member.moments
-        decay = numbers["decay"] if decision.decays else None
         for p, g, piece in self._pieces(index, decision, member.shard, self.batch.gradients[index]):
             mean, mean_square = moments.load(piece)
             clipped, changed = _clip(decision, numbers, moments.select(g, piece).to(dtype), mean_square)
             if sums:
                 result.append(self._sums(clipped, changed, numbers))
-            gradient = clipped * numbers["factor"]
-            if moments.is_sparse and decay is not None:
-                p.mul_(1 - decay)  # all elements, also without moments
+            if decision.decays and moments.is_sparse:
+                p.mul_(1 - numbers["decay"])  # all elements, also without moments
             weights, master = moments.select(p, piece), piece.state.get("master")
             if master is not None:
                 is_known = numbers["old_scale"] > 0  # not before the first step
                 weights = torch.where(is_known, master.to(dtype) * numbers["old_scale"], weights.to(dtype))
             work = weights.to(dtype)
-            adam_(work, gradient, mean, mean_square, numbers, None if moments.is_sparse else decay, decision.eps)
+            if decision.decays and not moments.is_sparse:
+                work.mul_(1 - numbers["decay"])
+            # In place, in the memory of the gradient. Of a skipped step 0·NaN would be NaN.
+            gradient = (clipped * numbers["factor"]).nan_to_num_(0.0, 0.0, 0.0)
+            mean.lerp_(gradient, numbers["weight1"])
+            mean_square.lerp_(gradient.square_(), numbers["weight2"])
+            direction = torch.div(mean, torch.sqrt(mean_square, out=gradient).add_(decision.eps), out=gradient)
+            work.sub_(direction.mul_(numbers["rate"]))
             if master is not None:
                 work = _round_to_master(master, work, numbers)
             moments.restore(p, work, piece)
@@ -256,32 +261,6 @@ def _round_to_master(master: Tensor, work: Tensor, numbers: Numbers) -> Tensor:
     scaled = (work / scale).clamp_(-largest, largest).to(torch.float16)
     master.copy_(torch.where(taken, scaled, master))
     return torch.where(taken, scaled.to(work.dtype) * scale, work)
-
-
-def adam_(
-    parameter: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    mean_square: Tensor,
-    numbers: Numbers,
-    decay: Tensor | None,
-    eps: float,
-) -> None:
-    """Applies a piece of a gradient in place, and overwrites it. Weights, rate and decay of 0 change nothing else.
-
-    Args:
-        parameter, gradient, mean, mean_square: of one shape, in the dtype of the statistics.
-        numbers: ``weight1``, ``weight2`` and ``rate``, 0-d.
-        decay: 0-d, or None for none.
-        eps: ε of the denominator.
-    """
-    gradient.nan_to_num_(0.0, 0.0, 0.0)  # of a skipped step: 0·NaN is NaN
-    mean.lerp_(gradient, numbers["weight1"])
-    mean_square.lerp_(gradient.square_(), numbers["weight2"])
-    direction = torch.div(mean, torch.sqrt(mean_square, out=gradient).add_(eps), out=gradient)
-    if decay is not None:
-        parameter.mul_(1 - decay)
-    parameter.sub_(direction.mul_(numbers["rate"]))
 
 
 # --- tensors in pieces ---

@@ -170,7 +170,6 @@ class ElementRule:
     """Leaves elements as they are; the interface of the rules for elements."""
 
     name: ClassVar[str | None] = None
-    options: ClassVar[Mapping[str, Option]] = {}
     needs_mean_square: ClassVar[bool] = False  # SpikeClip compares elements with the second moment
 
     def decide(self, amax: Tensor, numbers: Numbers) -> Tensor:
@@ -189,7 +188,6 @@ class AdaClip(ElementRule):
     """M = max|g|;  T ← avg(M; γ3, t);  where |g| > T:  g ← g·T/M. ``limit`` is T, ``ratio`` T/M."""
 
     name: ClassVar[str | None] = "ada_clip"
-    options: ClassVar[Mapping[str, Option]] = {"gamma3": _decay(0.999)}
     gamma3: float
 
     def decide(self, amax: Tensor, numbers: Numbers) -> Tensor:
@@ -213,7 +211,6 @@ class SpikeClip(ElementRule):
     """
 
     name: ClassVar[str | None] = "spike_clip"
-    options: ClassVar[Mapping[str, Option]] = {"spike_threshold": _positive(5000.0, "SPAM's is 5000")}
     needs_mean_square: ClassVar[bool] = True
     spike_threshold: float
     beta2: float
@@ -243,7 +240,6 @@ class NormRule:
     """Leaves norms as they are; the interface of the rules for norms."""
 
     name: ClassVar[str | None] = None
-    options: ClassVar[Mapping[str, Option]] = {}
 
     def brings_below(self, limit: float) -> bool:
         """Returns whether the rule scales gradients of any size to elements below ``limit``."""
@@ -269,11 +265,6 @@ class AdaGN(NormRule):
     """
 
     name: ClassVar[str | None] = "ada_gn"
-    options: ClassVar[Mapping[str, Option]] = {
-        "norm_eps": _positive(1e-8, _NEVER_ZERO),
-        "gamma1": _decay(0.7),
-        "gamma2": _decay(0.9),
-    }
     gamma1: float
     gamma2: float
     norm_eps: float
@@ -301,7 +292,6 @@ class GradClip(NormRule):
     """‖g‖₂ over all parameters with this rule is at most ``max_norm``."""
 
     name: ClassVar[str | None] = "grad_clip"
-    options: ClassVar[Mapping[str, Option]] = {"max_norm": _positive(1.0, "1 is usual")}
     max_norm: float
 
     def brings_below(self, limit: float) -> bool:
@@ -331,7 +321,12 @@ OPTIONS: dict[str, Option] = {
         0.0, lambda value: _is_finite(value) and value >= 0, "a finite number >= 0", "pass 0 for none"
     ),
     "maximize": _flag("True ascends"),
-    **{name: option for rule in (AdaGN, AdaClip, SpikeClip, GradClip) for name, option in rule.options.items()},
+    "norm_eps": _positive(1e-8, _NEVER_ZERO),
+    "gamma1": _decay(0.7),
+    "gamma2": _decay(0.9),
+    "gamma3": _decay(0.999),
+    "spike_threshold": _positive(5000.0, "SPAM's is 5000"),
+    "max_norm": _positive(1.0, "1 is usual"),
     "element_clip": _one_of("ada_clip", "spike_clip", None, default=None),
     "norm_clip": _one_of("ada_gn", "grad_clip", None, default=None),
     "reset_interval": _count_or_none("None never resets the moments"),

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, wraps
 from typing import Any, Literal
 
-from lightning_lowbit.checks import choose, flag, from_fields, is_number
-from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer
+from lightning_lowbit.checks import choose, flag, fraction, from_fields, integer, number
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format
+from lightning_lowbit.formats import integer as integers
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
@@ -92,19 +93,14 @@ class Scale:
         choose("statistic of Scale", self.statistic, ("absmax", "absmean", "minmax"))
         choose("source of Scale", self.source, ("current", "delayed"))
         choose("algorithm of Scale", self.algorithm, ("max", "most_recent"))
-        for name, least, most in (("margin", 0, 64), ("history", 1, 2**20), ("correction", 1, 2**20)):
-            number = getattr(self, name)
-            if (number, name) != (None, "correction") and (type(number) is not int or not least <= number <= most):
-                raise ValueError(f"Scale.{name} is a whole number from {least} to {most}; got {number!r}.")
-        for name, largest in (("top", self.storage.max), ("prescale", 1.0), ("factor", 2.0**16), ("epsilon", 1.0)):
-            value = getattr(self, name)
-            if name == "top" and value is None:
-                continue
-            if not is_number(value):
-                raise ValueError(f"Scale.{name} is a number; got {value!r}.")
-            if not (0 < value <= largest or (name == "epsilon" and value == 0)):
-                interval = f"{'[' if name == 'epsilon' else '('}0, {largest:g}]"
-                raise ValueError(f"Scale.{name} must lie in {interval} for {self.format} scales; got {value!r}.")
+        integer("Scale.margin", self.margin, 0, at_most=64)
+        integer("Scale.history", self.history, 1, at_most=2**20)
+        integer("Scale.correction", self.correction, 1, at_most=2**20, or_none=True)
+        largest = f"a number for {self.format} scales"
+        number("Scale.top", self.top, largest, above=0, at_most=self.storage.max, or_none=True)
+        fraction("Scale.prescale", self.prescale, "a number")
+        number("Scale.factor", self.factor, above=0, at_most=2.0**16)
+        number("Scale.epsilon", self.epsilon, at_least=0, at_most=1)
         _refuse(self, None)
 
     @property
@@ -287,7 +283,7 @@ class Cast:
     @property
     def grid(self) -> Format:
         """The grid that elements are rounded to: their format, or with a zero point the whole numbers around it."""
-        return integer(self.format.bits + 1) if self.scale.statistic == "minmax" else self.format
+        return integers(self.format.bits + 1) if self.scale.statistic == "minmax" else self.format
 
     @property
     def fits_bfloat16(self) -> bool:

@@ -99,15 +99,13 @@ def _operand_statistics(
     x, values = (sample(matrix, shape, cast, dim, most) for matrix in (x, values))
     factor = None if factor is None else sample(factor, shape, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
-    scaled = make_scales(
-        x, CastCall(cast, dim, amax=amax, shard=part)
-    )  # without a key, as if scales rounded to nearest
-    blocks, decode, zeros = scaled.blocks, scaled.decode, scaled.zeros
+    # Without a key, as if scales rounded to nearest.
+    blocks, scales, decode, zeros, _ = make_scales(x, CastCall(cast, dim, amax=amax, shard=part))
     if x.numel() == 0:  # an expert without tokens, or a process without a shard, which took part in the collectives
         return torch.zeros(_SIZE + of_blocks * OF_BLOCKS, dtype=wide, device=x.device)
-    step = stored_scales(scaled.scales, cast) * decode
+    step, dims = stored_scales(scales, cast) * decode, block_dims(blocks, tile)
     # The scale of a block of zeros is arbitrary: 1, or the smallest scale.
-    used = (step > 0) & (block_amax(blocks, block_dims(blocks, tile)) > 0)
+    used = (step > 0) & (block_amax(blocks, dims) > 0)
     inverse_and_scale = torch.where(used, step.reciprocal(), 0).amax(), torch.where(used, step, 0).amax()
     x, q = x.float(), values.float() if factor is None else values.float() * factor
     nonzero = torch.count_nonzero(x)
@@ -122,7 +120,6 @@ def _operand_statistics(
     statistics = torch.stack([elements, *sums, *(value.to(wide) for value in inverse_and_scale)])
     if not of_blocks:
         return statistics
-    dims = block_dims(blocks, tile)
     signal = blocks.float().square().sum(dims, keepdim=True)
     noise = (blocks.float() - to_blocks(q, tile)).square().sum(dims, keepdim=True)
     return torch.cat([statistics, _block_numbers(step.to(wide), used, inverse_and_scale[1], sqnr_db(signal, noise))])

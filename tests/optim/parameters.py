@@ -1,6 +1,5 @@
 """What the optimizers' tests share: parameters of all shapes, gradients with spikes, and comparison bit for bit."""
 
-import pytest
 import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,10 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowbit.compilation import backend
 
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
-
-
-#: The code that makes a step on a CPU.
-in_cpp_and_in_torch = pytest.mark.parametrize("code", ["C++", "torch"])
 
 
 def use(code):
@@ -42,6 +37,15 @@ def snapshot(optimizer, parameters):
     """Copies of every parameter and all its state."""
     values = [value for p in parameters for value in (p.detach(), *optimizer.state[p].values())]
     return [torch.as_tensor(value).clone() for value in values]
+
+
+def assert_close(parameters, expected, tolerance, message):
+    """Each parameter is near the tensor that is expected, absolutely or relatively."""
+    for p, q in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(
+            p.detach().double(), q.detach().double(), rtol=tolerance, atol=tolerance,
+            msg=lambda text, shape=tuple(p.shape): f"{message}, shape {shape}: {text}",
+        )  # fmt: skip
 
 
 def assert_same(left, right, message):

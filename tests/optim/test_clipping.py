@@ -4,32 +4,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_lowbit.optim import passes, rules
 from lightning_lowbit.optim.passes import in_pieces
-from tests.tables import each
+from tests.tables import deterministic, each
 
-# Deterministic: it derives no seeds. The fixture that every test has gives it a folder, which these do not use.
-PROFILE = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+PROFILE = deterministic(100)
 # Squares of these are no more than a third of what fp32 holds, and those of float64 are far away from its limits.
 finite = st.floats(-(2.0**60), 2.0**60, width=32)
 vectors = st.lists(finite, min_size=1, max_size=12).map(torch.tensor)
-
-
-def from_list(values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype)
-
-
-# --- pieces ---
 
 
 @each(
@@ -62,60 +47,6 @@ def test_elsewhere_pieces_are_larger():
         assert [len(piece) for (piece,) in passes.pieces_of(zeros)] == rows, f"pieces on {device}"
 
 
-# --- moving averages ---
-
-
-@each("dtype", [torch.float32, torch.float64])
-@each("decay", [0.0, 1e-3, 0.5, 0.9, 0.99999])
-def test_weights_give_the_bias_corrected_average(decay, dtype):
-    values = torch.randn(40, dtype=torch.float64).exp().tolist()
-    average, uncorrected = torch.full((), math.nan, dtype=dtype), 0.0
-    for step, value in enumerate(values):
-        weight = rules.averaging_weight(decay, torch.tensor(step), dtype)
-        assert weight.dtype == dtype
-        new = torch.tensor(value, dtype=dtype)
-        average = new if step == 0 else average.lerp(new, weight)  # at 1 even a NaN would be forgotten by `where`
-        uncorrected = decay * uncorrected + (1 - decay) * value
-        exact = uncorrected / (1 - decay ** (step + 1))
-        # γ = .99999 costs the exact side five digits of float64.
-        near = pytest.approx(exact, rel=1e-6 if dtype == torch.float32 else 1e-10)
-        assert average.item() == near, f"average of {step + 1} values at γ = {decay} is {average}, not {exact}"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_averaging_weight_of_many_parameters_and_steps(dtype):
-    steps = torch.tensor([[0, 1], [2, 10**9]])
-    weights = rules.averaging_weight(0.75, steps, dtype)
-    exact = [[1, 0.25 / (1 - 0.75**2)], [0.25 / (1 - 0.75**3), 0.25]]
-    torch.testing.assert_close(weights, torch.tensor(exact, dtype=dtype))
-    assert weights[0, 0] == 1, "the first value has a weight other than 1, and the past would not be gone"
-
-
-@PROFILE
-@given(st.lists(st.floats(0, 0.99), min_size=1, max_size=30))
-def test_growing_weight_gives_the_average_of_decays_that_change(decays):
-    """Σ(1 − γᵢ)·γᵢ₊₁⋯γₜ·xᵢ over the sum of these weights, worked out from the definition."""
-    values = [math.sin(index) + 2 for index in range(len(decays))]
-    total, average = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for decay, value in zip(decays, values, strict=True):
-        weight, total = rules.growing_weight(1 - decay, total)
-        average = average.lerp(torch.tensor(value, dtype=torch.float64), weight)
-    shares = [(1 - decay) * math.prod(decays[index + 1 :]) for index, decay in enumerate(decays)]
-    assert total.item() == pytest.approx(1 - math.prod(decays), rel=1e-12), "the total is not 1 − γ₁⋯γₜ"
-    exact = sum(share * value for share, value in zip(shares, values, strict=True)) / sum(shares)
-    assert average.item() == pytest.approx(exact, rel=1e-9), f"average {average}, from the definition {exact}"
-
-
-@pytest.mark.parametrize("new", [0.25, torch.tensor([0.25, 0.25])], ids=["number", "tensor"])
-def test_growing_weight_starts_anew_where_the_total_is_zero(new):
-    weight, total = rules.growing_weight(new, torch.tensor([0.0, 0.75]))
-    assert weight.tolist() == pytest.approx([1.0, 0.25 / 0.8125]) and weight[0] == 1, f"weights {weight}"
-    assert total.tolist() == pytest.approx([0.25, 0.8125]), f"totals {total}"
-
-
-# --- AdaClip ---
-
-
 @PROFILE
 @given(vectors, st.floats(0, 1))
 def test_ada_clip_of_anything(gradient, share):
@@ -129,9 +60,6 @@ def test_ada_clip_of_anything(gradient, share):
     assert got.abs().max() <= threshold * (1 + 1e-6), f"{got} exceeds T = {threshold}"
 
 
-# --- SpikeClip ---
-
-
 @PROFILE
 @given(
     st.lists(st.tuples(finite, st.floats(0, 2.0**100, width=32)), min_size=1), st.sampled_from([0.5, 5000.0, math.inf])
@@ -142,8 +70,3 @@ def test_spike_clip_of_anything(pairs, factor):
     expected = torch.where(is_spike, gradient.sign() * (v * (factor if is_spike.any() else 1)).sqrt(), gradient)
     got = rules.SpikeClip.clip(gradient, factor, 1.0, v)[0]
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, msg=f"θ = {factor}: {got}, not {expected}")
-
-
-def test_spike_clip_lets_nan_through():
-    got = rules.SpikeClip.clip(from_list([math.nan, math.inf]), 4.0, 1.0, from_list([1, 1]))[0]
-    assert got[0].isnan() and got[1] == 2, f"got {got}"

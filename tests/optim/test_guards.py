@@ -10,28 +10,13 @@ import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import StableSPAM
-from lightning_lowbit.optim.optimizer import GradientStatistics
 from lightning_lowbit.optim.passes import in_pieces
-from tests.optim.parameters import (
-    assert_same,
-    in_cpp_and_in_torch,
-    make_parameters,
-    set_gradients,
-    snapshot,
-    train,
-    use,
-)
-from tests.references.stable_spam import Reference, step_all
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 
 ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
 HYPER = ("lr", "eps", "gamma1", "gamma2", "gamma3", "reset_interval")
 # What fp32 loses in 60 steps on parameters of about 1.
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
-
-
-@pytest.fixture
-def in_torch(within):
-    within(use("torch"))
 
 
 def follow_oracle(
@@ -77,11 +62,9 @@ def follow_oracle(
 
 
 @pytest.mark.pairwise
-@in_cpp_and_in_torch
 @pytest.mark.parametrize("piece", [8, None], ids=["small pieces", "whole tensors"])
 @pytest.mark.parametrize("optimizers", [1, 3], ids=["one optimizer for all", "one optimizer for each"])
 def test_golden_vectors_on_every_path(code, piece, optimizers, within):
-    within(use(code))
     if piece is not None:
         within(in_pieces(piece))
     follow_oracle(optimizers)
@@ -100,7 +83,8 @@ def test_golden_vectors_compiled():
 
 
 @pytest.mark.slow
-def test_compiled_fp8_moments_are_those_of_eager_code(in_torch):
+@pytest.mark.parametrize("code", ["torch"], indirect=True)
+def test_compiled_fp8_moments_are_those_of_eager_code(code):
     """Codes are drawn, and where value and draw agree to an ulp the other side may be taken: a few may differ."""
     torch._dynamo.reset()
     options = {"lr": 1e-2, "reset_interval": 2, "moments": "fp8", "element_clip": None, "norm_clip": None}
@@ -124,54 +108,9 @@ def test_compiled_fp8_moments_are_those_of_eager_code(in_torch):
     assert (moved > 1e-5).sum() <= 8, f"{(moved > 1e-5).sum()} elements moved elsewhere, by up to {moved.max()}"
 
 
-# --- paths of one computation agree with each other ---
-
-
-# --- gradient_statistics ---
-
-RULES = {
-    "ada_clip, ada_gn": {"gamma3": 0.5},
-    "ada_clip, grad_clip": {"norm_clip": "grad_clip", "max_norm": 0.5, "gamma3": 0.5},
-    "spike_clip": {"element_clip": "spike_clip", "norm_clip": None, "spike_threshold": 4.0},
-    "spike_clip, ada_gn": {"element_clip": "spike_clip", "spike_threshold": 4.0},
-    "ada_gn": {"element_clip": None},
-}
-
-
-def assert_saw(statistics, parameters, references):
-    for p, reference in zip(parameters, references, strict=True):
-        guard, saw = reference.guard, statistics[p]
-        exact = (guard.maximum, guard.threshold, guard.clipped, guard.norm, guard.norm_after, reference.k)
-        for name, value, expected in zip(GradientStatistics._fields, saw, exact, strict=True):
-            assert value.dim() == 0 and value.device == p.device, f"{name} is {value}, wanted 0-d on {p.device}"
-            near = pytest.approx(expected, rel=1e-5, abs=1e-7)
-            assert value.item() == near, f"{name} of {tuple(p.shape)} in step {reference.t}: {value}, not {expected}"
-
-
-@in_cpp_and_in_torch
-def test_statistics_are_those_of_the_reference(code, within):
-    """Groups with one rule each, so that each keeps to its own; a reset within the run."""
-    within(use(code))
-    within(in_pieces(8))
-    shapes = [(), (7,), (0, 3), (5, 6)]
-    groups = [{"params": make_parameters(shapes=shapes), **options} for options in RULES.values()]
-    parameters = [p for group in groups for p in group["params"]]
-    references = [Reference(p, reset_interval=23, **options) for options in RULES.values() for p in
-                  make_parameters(shapes=shapes)]  # fmt: skip
-    optimizer = StableSPAM(groups, reset_interval=23)
-    assert optimizer.gradient_statistics() == {}, "there are statistics before the first step"
-    for step in range(30):
-        set_gradients(parameters, seed=step)
-        step_all(references, [p.grad for p in parameters])
-        optimizer.step()
-        assert_saw(optimizer.gradient_statistics(), parameters, references)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@in_cpp_and_in_torch
-def test_statistics_of_a_skipped_step(code, bad, within):
+def test_statistics_of_a_skipped_step(code, bad):
     """Maxima are those of this step; T and the count are what they were; nothing was cut, and no norm is known."""
-    within(use(code))
     parameters = make_parameters(shapes=[(4,), (3, 5)])
     optimizer = StableSPAM([{"params": parameters[:1]}, {"params": parameters[1:]}], gamma3=0.5, reset_interval=3)
     train(optimizer, parameters, range(2))  # the next step would be a reset
@@ -189,16 +128,13 @@ def test_statistics_of_a_skipped_step(code, bad, within):
         assert saw[p].clipped == saw[p].norm == saw[p].norm_after == 0, f"a skipped step shows {saw[p]}"
 
 
-def test_statistics_of_a_plain_adam_and_of_a_parameter_without_gradient():
-    matrix, vector, unused = make_parameters(shapes=[(3, 4), (5,), (2, 2)])
-    optimizer = StableSPAM([matrix, vector, unused], matrices_only=True)
-    set_gradients([matrix, vector], seed=0)
+def test_statistics_are_of_the_parameters_with_a_gradient():
+    parameters = make_parameters(shapes=[(3, 4), (5,), (2, 2)])
+    optimizer = StableSPAM(parameters)
+    assert optimizer.gradient_statistics() == {}, "there are statistics before the first step"
+    set_gradients(parameters[:2], seed=0)
     optimizer.step()
-    saw = optimizer.gradient_statistics()
-    assert set(saw) == {matrix, vector}, "a parameter without gradient has statistics, or one with has none"
-    assert vector.grad is not None and saw[vector].maximum == vector.grad.abs().max()
-    assert saw[vector].steps_since_reset == 1 and saw[vector].clipped == 0
-    assert saw[vector].norm.isnan() and saw[vector].norm_after.isnan(), "a norm that no rule asked for was measured"
+    assert set(optimizer.gradient_statistics()) == set(parameters[:2])
     optimizer.zero_grad()
     optimizer.step()
     assert optimizer.gradient_statistics() == {}, "statistics of an older step remain"

@@ -8,12 +8,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM
 from lightning_lowbit.optim.passes import in_pieces
-from tests.optim.parameters import (
-    in_cpp_and_in_torch,
-    make_parameters,
-    set_gradients,
-    use,
-)
+from tests.optim.parameters import assert_close, make_parameters, set_gradients
 from tests.references.spam import Reference
 
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
@@ -24,6 +19,7 @@ SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
     ("dtype", "tolerance", "code"),
     [(torch.float32, 1e-5, "C++"), (torch.float32, 1e-5, "torch"), (torch.float64, 1e-11, "torch")],
     ids=["fp32, C++", "fp32", "fp64"],
+    indirect=["code"],
 )
 @pytest.mark.parametrize(
     "options",
@@ -37,7 +33,6 @@ SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
     ids=["spikes", "spikes, resets, warm-up, decay", "spikes, resets, ascent", "no resets", "short interval"],
 )
 def test_reference(options, dtype, tolerance, code, within):
-    within(use(code))
     within(in_pieces(8))
     parameters = make_parameters(dtype, SHAPES)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
@@ -51,11 +46,7 @@ def test_reference(options, dtype, tolerance, code, within):
             if p.grad is not None and step != 6:
                 reference.step(p.grad)
         optimizer.step()
-        for p, reference in zip(parameters, references, strict=True):
-            torch.testing.assert_close(
-                p.detach().double(), reference.parameter, rtol=tolerance, atol=tolerance,
-                msg=lambda text, at=(step + 1, tuple(p.shape)): f"step, shape = {at}: {text}",
-            )  # fmt: skip
+        assert_close(parameters, [reference.parameter for reference in references], tolerance, f"step {step + 1}")
     spikes = sum(reference.spikes for reference in references)
     assert (spikes > 0) == ("spike_threshold" in options), f"{spikes} spikes were cut: the test shows nothing"
 
@@ -113,10 +104,8 @@ def test_another_interval_draws_nothing_before_its_reset():
     assert not torch.equal(one_step(optimizer, parameter, seed=9), drawn), "the reset drew no new elements"
 
 
-@in_cpp_and_in_torch
 def test_drawn_elements_follow_the_reference(code, within):
     """Spikes, resets, warm-up and decay included; what was drawn is seen in a twin that does not decay."""
-    within(use(code))
     within(in_pieces(8))
     options = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
     [parameter], [twin] = make_parameters(torch.float64, [(5, 9)]), make_parameters(torch.float64, [(5, 9)])
@@ -131,8 +120,5 @@ def test_drawn_elements_follow_the_reference(code, within):
         optimizer.step()
         assert parameter.grad is not None
         reference.step(parameter.grad, moves=moved_elements(twin, before))
-        torch.testing.assert_close(
-            parameter.detach(), reference.parameter, rtol=1e-11, atol=1e-11,
-            msg=lambda text, at=step + 1: f"step {at}: {text}",
-        )  # fmt: skip
+        assert_close([parameter], [reference.parameter], 1e-11, f"step {step + 1}")
     assert reference.spikes, "no spike was cut: the test shows nothing"

@@ -61,6 +61,11 @@ def sample(*shape, seed=0, dtype=torch.float32):
     return (x * size * (torch.rand((*shape[:-1], 1), generator=generator) > 0.1)).to(dtype)
 
 
+def whole(operand):
+    """``values * factor``, float32."""
+    return operand.values.float() * (1.0 if operand.factor is None else operand.factor)
+
+
 def same(found, expected, message):
     """Equal values: NaN equals NaN, and -0 equals 0."""
     assert found.shape == expected.shape, f"{message}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
@@ -74,12 +79,11 @@ def same(found, expected, message):
 def same_bytes(found, expected, message):
     same(found.codes, expected.codes, f"{message}, codes")
     same(found.scales.view(torch.uint8), expected.scales.view(torch.uint8), f"{message}, scales")
-    assert (found.tensor_scale is None) == (expected.tensor_scale is None), f"{message}: one has no tensor scale"
-    if found.tensor_scale is not None:
-        same(found.tensor_scale, expected.tensor_scale, f"{message}, tensor scale")
-    assert (found.zero_points is None) == (expected.zero_points is None), f"{message}: one has no zero points"
-    if found.zero_points is not None:
-        same(found.zero_points, expected.zero_points, f"{message}, zero points")
+    for name in ("tensor_scale", "zero_points"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert (one is None) == (other is None), f"{message}: one has no {name}"
+        if one is not None:
+            same(one, other, f"{message}, {name}")
 
 
 def check_against_reference(x, cast, dim=-1, amax=None):

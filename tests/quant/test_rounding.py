@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import Cast, Scale, compilation, convert, quantize
+from lightning_lowbit import Cast, Scale, convert, quantize
 from lightning_lowbit._torch.devices import power_of_two
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.nn import LayerKeys
+from lightning_lowbit.quant.operand import scaled_elements
 from lightning_lowbit.quant.rounding import (
     _converted,
     _step_by_bits,
@@ -26,8 +27,6 @@ from tests.tables import each
 
 KEYS = [0, 1, -1, 2**31, -(2**31) - 5, 0x0123456789ABCDEF, -0x7EDCBA9876543210]
 SMALLEST, LARGEST = 2.0 ** -(reference.RANDOM_BITS + 1), 1 - 2.0 ** -(reference.RANDOM_BITS + 1)
-
-
 DRAWS = [uniform, uniform_by_fours]
 
 
@@ -44,12 +43,9 @@ def probes(name):
     return torch.from_numpy(np.concatenate([x, -x]))
 
 
-# --- between neighbors -----------------------------------------------------------------------------------------------
-
-
 @each("name", ELEMENT_FORMATS)
 def test_only_neighbors(name):
-    """Whatever the random number, the smallest and the largest that occur included."""
+    """Whatever the random number, the smallest and the largest that occur included. NaN stays."""
     x = probes(name)
     lower, upper = (torch.from_numpy(bound.astype(np.float32)) for bound in reference.neighbors(x.numpy(), name))
     for u in (SMALLEST, 0.1, 0.5, 0.9, LARGEST):
@@ -59,16 +55,8 @@ def test_only_neighbors(name):
             f"{name}, u = {u!r}: {x[wrong][:4].tolist()} became {found[wrong][:4].tolist()}, "
             f"not {lower[wrong][:4].tolist()} or {upper[wrong][:4].tolist()}"
         )
-
-
-@each("name", ELEMENT_FORMATS)
-def test_nan_stays(name):
-    x = torch.tensor([torch.nan, 1.0, -torch.nan])
-    found = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.3))
-    assert found.isnan().tolist() == [True, False, True]
-
-
-# --- code for GPUs ----------------------------------------------------------------------------------------------------
+    nan = torch.tensor([torch.nan, 1.0, -torch.nan])
+    assert round_stochastic(nan, ELEMENT_FORMATS[name], torch.full((3,), 0.3)).isnan().tolist() == [True, False, True]
 
 
 @each("name", ["e4m3", "e5m2", "e6m1"])
@@ -98,17 +86,6 @@ def every_bfloat16():
     return torch.cat([x, torch.nextafter(x, torch.tensor(torch.inf)), torch.nextafter(x, -torch.tensor(torch.inf))])
 
 
-# --- a million draws --------------------------------------------------------------------------------------------------
-
-
-def many_draws(cast, key, count=2**16):
-    """16 numbers of one block, and their relative errors in ``count`` castings: float64 ``[16]``, ``[count, 16]``."""
-    x = torch.randn(16, generator=torch.Generator().manual_seed(key)).expand(count, -1)
-    with compilation.backend("eager"):
-        found = quantize(x, cast, key=int(mix_key(torch.tensor(key)))).dequantize()
-    return x[0].double(), found.double() / x.double() - 1
-
-
 @each(
     ("scale", "unbiased"),
     [
@@ -120,21 +97,11 @@ def many_draws(cast, key, count=2**16):
         (Scale("e4m3", 16), False),
     ],
 )
-def test_the_largest_element_of_fp4_blocks(scale, unbiased):
-    """Unbiased under every scale that leaves room for it; the others saturate, and the test sees that they do."""
-    errors = []
-    for key in range(40):
-        x, error = many_draws(Cast("e2m1", scale, "stochastic"), key, count=2**10)
-        errors.append(error[:, x.abs().argmax()])
-    blocks = torch.stack(errors)
-    z = (blocks.mean() / (blocks.var(1).mean() / blocks.numel()).sqrt()).item()
-    if unbiased:
-        assert abs(z) < 4, f"{scale}: the largest elements are biased by {z:.1f} standard errors"
-    else:
-        assert z < -10, f"{scale}: should bias the largest elements towards 0, found {z:.1f} standard errors"
-
-
-# --- random bits ------------------------------------------------------------------------------------------------------
+def test_scales_leave_room_for_the_largest_element(scale, unbiased):
+    """Under them stochastic rounding is unbiased; the others saturate, and the test sees that they do."""
+    scaled = scaled_elements(torch.randn(1024, 16), Cast("e2m1", scale), 1)
+    beyond = (scaled.abs() > 6 * (1 + 2.0**-22)).any(1).float().mean()
+    assert beyond == 0 if unbiased else beyond > 0.1, f"{scale}: {beyond:.0%} of the blocks saturate"
 
 
 @pytest.mark.parametrize("draws", DRAWS)
@@ -184,29 +151,17 @@ def test_uniform_along_indices_and_along_keys(draws):
 
 
 @pytest.mark.parametrize("draws", DRAWS)
-def test_no_correlation_between_steps_layers_and_operands(draws):
-    count = 2**14
-    keys = layer_keys().flatten().tolist()
-    samples = torch.stack([bits_of(key, count, draws) for key in keys]).double()
-    correlation = torch.corrcoef(samples) * count**0.5  # standard normal where independent
-    correlation.fill_diagonal_(0)
-    worst = correlation.abs().argmax().item()
-    assert correlation.abs().max() < 5, (
-        f"streams {divmod(worst, len(keys))} of [step, layer, operand], flattened, correlate: "
-        f"z = {correlation.abs().max():.1f}"
-    )
-    assert 0.9 < correlation[~torch.eye(len(keys), dtype=torch.bool)].std() < 1.1
-
-
-@pytest.mark.parametrize("draws", DRAWS)
-@each("lag", [*range(1, 9), 16, 96, 97, 128, 1024])
-def test_no_correlation_at_lags(lag, draws):
-    """Neighbors in a row, in blocks and in rows below; also between a stream and another one, shifted."""
-    count = 2**14
-    samples = torch.stack([bits_of(key, count, draws) for key in layer_keys(steps=2).flatten().tolist()]).double() - 0.5
-    shifted = samples.roll(-lag, dims=1)
-    z = samples @ shifted.t() * (12 / count**0.5)
-    assert z.abs().max() < 5, f"lag {lag}: z = {z.abs().max():.1f}"
+def test_no_correlation_between_steps_layers_operands_and_neighbors(draws):
+    """Streams of bits, and each with itself and others shifted: neighbors in a row, in blocks and in rows below."""
+    count, keys = 2**14, layer_keys().flatten().tolist()
+    samples = torch.stack([bits_of(key, count, draws) for key in keys]).double() - 0.5
+    for lag in (0, *range(1, 9), 16, 96, 97, 128, 1024):
+        z = samples @ samples.roll(-lag, dims=1).t() * (12 / count**0.5)  # standard normal where independent
+        if lag == 0:
+            assert 0.9 < z[~torch.eye(len(keys), dtype=torch.bool)].std() < 1.1
+            z.fill_diagonal_(0)
+        streams = divmod(z.abs().argmax().item(), len(keys))
+        assert z.abs().max() < 5, f"lag {lag}: streams {streams} correlate: z = {z.abs().max():.1f}"
 
 
 def test_four_that_share_a_hash_are_independent():
@@ -223,24 +178,6 @@ def test_four_that_share_a_hash_are_independent():
             assert abs(chi_square_z(pairs.double(), bins=2**16)) < 5, f"{one} and {other} along {name}"
 
 
-def test_the_mean_of_elements_over_many_keys_is_what_they_are():
-    """Of each element in a row of a cast, within four standard errors, as are pairs of them."""
-    x = torch.linspace(-5.9, 5.9, 64).roll(13).view(1, 64)
-    cast, count = Cast("e2m1", Scale("fp32", "tensor", factor=1.0), "stochastic"), 4096
-    rounded = torch.stack([quantize(x, cast, key=key).dequantize()[0] for key in mix_key(torch.arange(count))]).double()
-    errors = rounded - x.double()
-    deviation = errors.std(0)
-    random = deviation > 0
-    z = errors.mean(0)[random] / deviation[random] * count**0.5
-    assert z.abs().max() < 4, f"the mean is off by {z.abs().max():.1f} standard errors"
-    products = torch.corrcoef(errors[:, random].t()) * count**0.5
-    products.fill_diagonal_(0)
-    assert products.abs().max() < 5, f"errors correlate: z = {products.abs().max():.1f}"
-
-
-# --- no generator -----------------------------------------------------------------------------------------------------
-
-
 def test_global_generator_neither_matters_nor_moves():
     x = torch.linspace(-3, 3, 256).view(4, 64)
     cast = Cast(rounding="stochastic")
@@ -252,23 +189,4 @@ def test_global_generator_neither_matters_nor_moves():
     assert torch.equal(torch.get_rng_state(), before), "the global generator was advanced"
     assert torch.equal(first.codes, second.codes), "the global generator decides the bits"
     assert not torch.equal(first.codes, quantize(x, cast, key=8).codes), "the key does not decide the bits"
-
-
-def test_integer_and_tensor_keys_agree():
-    x = torch.linspace(-3, 3, 256).view(4, 64)
-    cast = Cast(rounding="stochastic")
-    assert torch.equal(quantize(x, cast, key=7).codes, quantize(x, cast, key=torch.tensor(7)).codes), (
-        "the same key gives other bits as a tensor than as a number"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cast", [Cast(rounding="stochastic"), Cast("int8", Scale("e5m2", 32), "stochastic")])
-def test_compiled_code_draws_the_same_bits(cast):
-    x = torch.randn(48, 96)
-    with compilation.backend("eager"):
-        eager = quantize(x, cast, key=7)
-    with compilation.backend("compiled"):
-        compiled = quantize(x, cast, key=7)
-    assert torch.equal(eager.codes, compiled.codes), f"{cast}: compiled codes differ"
-    assert torch.equal(eager.scales.view(torch.uint8), compiled.scales.view(torch.uint8)), f"{cast}: scales differ"
+    assert torch.equal(first.codes, quantize(x, cast, key=torch.tensor(7)).codes), "as a tensor the key is another"

@@ -20,9 +20,6 @@ def factor(kind, values, element):
     return surrogate_factor(kind, x, cast, -1, torch.tensor(ELEMENT_FORMATS[element].max))[0]
 
 
-# --- trust ------------------------------------------------------------------------------------------------------------
-
-
 # The largest level and half the step at it: 6 + 1, 7 + 1/2 ...
 @each(
     ("element", "last"),
@@ -44,15 +41,6 @@ def test_trust_follows_the_scales():
         assert found.dtype == torch.float32
 
 
-def test_nothing_saturates_under_scales_rounded_up():
-    x = sample(16, 64)
-    for scale in (Scale("e4m3", rounding="up", two_level=True), Scale("fp32", "row"), Scale("e8m0", 32)):
-        assert surrogate_factor("trust", x, Cast("e2m1", scale), -1).all(), f"{scale}"
-
-
-# --- dge --------------------------------------------------------------------------------------------------------------
-
-
 @each("element", ["e2m1", "int4", "e1m2", "e3m0"])
 def test_dge_is_the_clipped_derivative_of_a_smooth_step(element):
     """With t from -1 at a level to 1 at the next: |t|^(1/5 - 1) / 5, at most 3; beyond the largest level 1/5."""
@@ -64,9 +52,6 @@ def test_dge_is_the_clipped_derivative_of_a_smooth_step(element):
     values, expected = torch.cat([values, beyond]), torch.cat([expected, torch.full((3,), 1 / 5)])
     for sign in (1, -1):
         torch.testing.assert_close(factor("dge", sign * values, element), expected)
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast("dge")

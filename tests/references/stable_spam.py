@@ -1,53 +1,38 @@
 """Stable-SPAM as the algorithm is written: one tensor at a time, float64, moving averages divided by 1 − γᵗ."""
 
 import math
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tests.references.adaptive import Guard, cosine_to_half, norm_under_grad_clip
 
 
-@dataclass
 class Reference:
-    """One parameter, its hyper-parameters and everything it remembers."""
+    """One parameter, its hyper-parameters and everything it remembers; ``rules`` are fields of its `Guard`."""
 
-    parameter: Tensor
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    gamma1: float = 0.7
-    gamma2: float = 0.9
-    gamma3: float = 0.999
-    reset_interval: int | None = 1000
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    element_clip: str | None = "ada_clip"
-    spike_threshold: float = 5000.0
-    norm_clip: str | None = "ada_gn"
-    max_norm: float = 1.0
-    matrices_only: bool = False
-    maximize: bool = False
-
-    def __post_init__(self):
-        self.parameter = self.parameter.detach().double().clone()
-        if self.matrices_only and self.parameter.dim() < 2:
-            self.element_clip = self.norm_clip = self.reset_interval = self.total_steps = None
-        self.guard = Guard(
-            self.element_clip, self.norm_clip, self.gamma1, self.gamma2, self.gamma3, self.eps, self.spike_threshold,
-            self.max_norm, self.total_steps,
-        )  # fmt: skip
+    def __init__(
+        self,
+        parameter,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        reset_interval=1000,
+        warmup_steps=0,
+        matrices_only=False,
+        maximize=False,
+        **rules,
+    ):
+        self.parameter = parameter.detach().double().clone()
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.reset_interval, self.warmup_steps, self.maximize = reset_interval, warmup_steps, maximize
+        self.guard = Guard(norm_eps=eps, **rules)
+        if matrices_only and self.parameter.dim() < 2:
+            self.guard, self.reset_interval = Guard(element_clip=None, norm_clip=None), None
         self.t = self.k = 0
         self.beta1_product = 1.0
         self.exp_avg = torch.zeros_like(self.parameter)
         self.exp_avg_sq = torch.zeros_like(self.parameter)
-
-    @property
-    def multiplier(self):
-        """What AdaGN made the norm in the last step."""
-        return self.guard.multiplier
 
     def step(self, gradient):
         """A step of this parameter alone."""
@@ -71,7 +56,7 @@ class Reference:
             g = -g
         rate = self.lr * self.warmth()
         self.k += 1
-        beta1, beta2 = self.betas[0] * cosine_to_half(self.t, self.total_steps), self.betas[1]
+        beta1, beta2 = self.betas[0] * cosine_to_half(self.t, self.guard.total_steps), self.betas[1]
         self.beta1_product *= beta1
         self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * g
         self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * g * g

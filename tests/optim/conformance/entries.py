@@ -17,30 +17,24 @@ LR = 0.01
 
 
 class Entry(NamedTuple):
-    """An optimizer with its switches.
-
-    Attributes:
-        kind: its class.
-        options: its options.
-        base: module and name of what `Adaptive` wraps, which may be in a package that is not installed.
-        base_options: options of that.
-        dtype: of the parameters where a test needs one only.
-        takes_tensor_lr: whether lr may be a tensor.
-        can_be_copied: whether a copy of what is wrapped knows all that the original does.
-        shapes: of the parameters.
-    """
+    """An optimizer with its switches."""
 
     kind: type[ClippedOptimizer]
     options: Mapping[str, Any]
-    base: tuple[str, str] | None = None
+    base: tuple[str, str] | None = None  # what `Adaptive` wraps: module, which may not be installed, and name
     base_options: Mapping[str, Any] = {}
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the parameters, where a test needs one only
     takes_tensor_lr: bool = True
-    can_be_copied: bool = True
+    can_be_copied: bool = True  # a copy of what is wrapped knows all that the original does
     shapes: Sequence[tuple[int, ...]] = SHAPES
 
     def parameters(self, dtype=None):
         return make_parameters(dtype or self.dtype, self.shapes)
+
+    def new(self, dtype=None, **options):
+        """Parameters, and an optimizer of them."""
+        parameters = self.parameters(dtype)
+        return parameters, self(parameters, **options)
 
     def __call__(self, params, lr=LR):
         if self.base is None:

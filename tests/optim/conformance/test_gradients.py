@@ -20,15 +20,8 @@ from tests.optim.conformance.entries import (
     entries_and_dtypes,
     every_entry,
 )
-from tests.optim.parameters import (
-    assert_same,
-    in_cpp_and_in_torch,
-    make_parameters,
-    set_gradients,
-    snapshot,
-    train,
-    use,
-)
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
+from tests.tables import each
 
 STATISTICS = {*SCALARS[1:], "mean", "mean_square", "mean_weight"}
 
@@ -37,8 +30,7 @@ STATISTICS = {*SCALARS[1:], "mean", "mean_square", "mean_weight"}
 @entries_and_dtypes(torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def test_gradients_are_left_alone_and_statistics_are_wide(entry, dtype):
     """``Adaptive`` alone clips them, in place."""
-    parameters = entry.parameters(dtype)
-    optimizer = entry(parameters)
+    parameters, optimizer = entry.new(dtype)
     for step in range(6):
         set_gradients(parameters, seed=step)
         gradients = [p.grad for p in parameters]
@@ -60,9 +52,11 @@ def test_gradients_are_left_alone_and_statistics_are_wide(entry, dtype):
 
 @each_entry
 def test_gradients_that_come_and_go(entry):
-    parameters = entry.parameters()
-    optimizer = entry(parameters)
+    parameters, optimizer = entry.new()
     index = len(parameters) - 2
+    before = snapshot(optimizer, parameters)
+    assert optimizer.step() is None
+    assert_same(snapshot(optimizer, parameters), before, "a step without gradients left traces")
     given = [step for step in range(9) if step not in (0, 2, 4)]
     for step in range(9):
         set_gradients(parameters, seed=step)
@@ -75,8 +69,7 @@ def test_gradients_that_come_and_go(entry):
         assert_same(snapshot(optimizer, [parameters[index]]), before, "a parameter without gradient was touched")
     if entry.norm_clip == "grad_clip":
         return  # where one bound holds for all gradients together, a parameter depends on its neighbors
-    alone = entry.parameters()
-    other = entry(alone)
+    alone, other = entry.new()
     for step in given:
         set_gradients(alone, seed=step)
         for p in alone[:index] + alone[index + 1 :]:
@@ -86,15 +79,6 @@ def test_gradients_that_come_and_go(entry):
         snapshot(other, [alone[index]]), snapshot(optimizer, [parameters[index]]),
         "the steps of a parameter without gradient, or its neighbors, count for it",
     )  # fmt: skip
-
-
-@each_entry
-def test_nothing_to_do(entry):
-    parameters = entry.parameters()
-    optimizer = entry(parameters)
-    before = snapshot(optimizer, parameters)
-    assert optimizer.step() is None
-    assert_same(snapshot(optimizer, parameters), before, "a step without gradients left traces")
 
 
 @pytest.mark.pairwise(1)
@@ -131,14 +115,12 @@ def test_sparse_and_complex_gradients_are_refused(entry, bad, trained):
 
 @pytest.mark.pairwise(1)
 @every_entry
-@in_cpp_and_in_torch
 @pytest.mark.parametrize(
     ("trained", "bad"),
     [(0, math.nan), (3, math.inf), (5, -math.inf)],
     ids=["first step", "before a reset", "in a warm-up"],
 )
-def test_non_finite_step_is_skipped_whole(entry, bad, trained, code, within):
-    within(use(code))
+def test_non_finite_step_is_skipped_whole(entry, bad, trained, code):
     runs = []
     for skips in (True, False):
         parameters = entry.parameters()
@@ -171,7 +153,7 @@ UNTAMED = {
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in {**ENTRIES, **UNTAMED}.items()])
-def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry, within):
+def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry):
     """fp32 squares from 1e-23 up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
     for dtype, extent, code in (
         (torch.float32, 2 * 130, "C++"),
@@ -180,25 +162,24 @@ def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry,
     ):
         if not entry.takes(dtype):
             continue
-        within(use(code))
         parameters = make_parameters(dtype, [(2, 130), (5,)])
-        optimizer = entry(parameters)
-        case = f"{dtype}, {extent} elements, {code}"
-        for number, size in enumerate((1.9e19, 1e13, 1e20, 1e30, 3.4e38, 1e18, 1e-30, 1e-44)):
-            for sign in (1, -1):
-                set_gradients(parameters, seed=number)
-                parameters[0].grad.view(-1)[:extent] = sign * min(size, torch.finfo(dtype).max)
-                optimizer.step()
-                assert all(p.isfinite().all() for p in parameters), f"{case}: not finite after {sign * size}"
-            train(optimizer, parameters, range(3))
-        before = [p.detach().clone() for p in parameters]
-        train(optimizer, parameters, range(20))
+        optimizer, case = entry(parameters), f"{dtype}, {extent} elements, {code}"
+        with use(code):
+            for number, size in enumerate((1.9e19, 1e13, 1e20, 1e30, 3.4e38, 1e18, 1e-30, 1e-44)):
+                for sign in (1, -1):
+                    set_gradients(parameters, seed=number)
+                    parameters[0].grad.view(-1)[:extent] = sign * min(size, torch.finfo(dtype).max)
+                    optimizer.step()
+                    assert all(p.isfinite().all() for p in parameters), f"{case}: not finite after {sign * size}"
+                train(optimizer, parameters, range(3))
+            before = [p.detach().clone() for p in parameters]
+            train(optimizer, parameters, range(20))
         for p, was in zip(parameters, before, strict=True):
             assert p.isfinite().all(), f"{case}: not finite, 20 steps after"
             assert (p != was).any(), f"{case}: a tensor of {tuple(p.shape)} no longer moves"
 
 
-@pytest.mark.parametrize("size", [1.9e19, 1e30, 3.4e38])
+@each("size", [1.9e19, 1e30, 3.4e38])
 def test_a_gradient_too_large_to_be_squared_leaves_no_trace(size):
     """Of a block of 128 elements, the others would stand still for thousands of steps if it left one."""
     runs = []
@@ -220,8 +201,7 @@ def test_a_gradient_too_large_to_be_squared_leaves_no_trace(size):
 def test_grad_scaler(entry):
     """With a scale that is a power of two nothing is rounded, and the run is the one without a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    parameters, plain = entry.parameters(), entry.parameters()
-    optimizer, without = entry(parameters), entry(plain)
+    (parameters, optimizer), (plain, without) = entry.new(), entry.new()
     for step in range(7):
         set_gradients(plain, seed=step)
         directions = [p.grad for p in plain]

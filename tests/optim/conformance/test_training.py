@@ -15,8 +15,8 @@ from tests.lightning_imports import quiet_trainer
 from tests.optim.conformance.entries import ENTRIES, LR, each_entry, entries, every_entry, subclasses
 from tests.optim.parameters import (
     NoHostSync,
+    assert_close,
     assert_same,
-    in_cpp_and_in_torch,
     make_parameters,
     set_gradients,
     snapshot,
@@ -32,8 +32,7 @@ def test_every_optimizer_has_an_entry():
 
 @each_entry
 def test_closure_runs_first_with_gradients_enabled(entry):
-    with_closure, without = entry.parameters(), entry.parameters()
-    optimizer, other = entry(with_closure), entry(without)
+    (with_closure, optimizer), (without, other) = entry.new(), entry.new()
 
     def loss_of(parameters):
         return torch.stack([(p.float() ** 2).sum() for p in parameters]).sum()
@@ -58,8 +57,7 @@ def test_closure_runs_first_with_gradients_enabled(entry):
 
 @each_entry
 def test_hooks_of_torch(entry):
-    parameters = entry.parameters()
-    optimizer = entry(parameters)
+    parameters, optimizer = entry.new()
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before step"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after step"))
@@ -77,8 +75,7 @@ def test_hooks_of_torch(entry):
 
 @each_entry
 def test_load_pre_hooks_count(entry):
-    parameters, others = entry.parameters(), entry.parameters()
-    optimizer, other = entry(parameters), entry(others)
+    (parameters, optimizer), (_, other) = entry.new(), entry.new()
     train(optimizer, parameters, range(2))
 
     def count_from_ten(_, loaded):
@@ -110,7 +107,7 @@ class _Model(LightningModule):
 
 @every_entry
 def test_lightning_trains_as_a_loop_by_hand_does(entry, tmp_path):
-    data = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(2)).to(entry.dtype)
+    data = torch.randn(8, 2, 8).to(entry.dtype)
     model, by_hand = _Model(entry), _Model(entry)
     trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=2, accumulate_grad_batches=2)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
@@ -131,13 +128,6 @@ def test_lightning_trains_as_a_loop_by_hand_does(entry, tmp_path):
     )  # fmt: skip
 
 
-def _close(left, right, what):
-    for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        torch.testing.assert_close(
-            a.detach(), b.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, i=index: f"{what}, parameter {i}: {text}"
-        )
-
-
 @each_entry
 def test_layouts(entry):
     """Channels last, and a transposed matrix, train as their contiguous copies do."""
@@ -154,7 +144,8 @@ def test_layouts(entry):
         optimizer.step()
         other.step()
     assert [p.stride() for p in strided] == strides, "a parameter changed its layout"
-    _close(strided, plain, "the memory layout changed the trajectory")
+    for p, q in zip(strided, plain, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.pairwise(1)
@@ -173,14 +164,7 @@ def test_no_host_sync(entry, lr_is_tensor, within):
             optimizer.gradient_statistics()
 
 
-@pytest.mark.parametrize("sync", [lambda: bool(torch.ones(()) > 0), lambda: torch.tensor([True, False])])
-def test_no_host_sync_is_noticed(sync):
-    with pytest.raises(AssertionError, match="host sync"), NoHostSync():
-        sync()
-
-
 @pytest.mark.pairwise(1)
-@in_cpp_and_in_torch
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize(
     "options",
@@ -195,8 +179,7 @@ def test_no_host_sync_is_noticed(sync):
     ],
     ids=str,
 )
-def test_is_the_adamw_of_torch(options, dtype, tolerance, code, within):
-    within(use(code))
+def test_is_the_adamw_of_torch(options, dtype, tolerance, code):
     parameters, references = make_parameters(dtype), make_parameters(dtype)
     optimizer = LowBitAdamW(parameters, moments="fp32", **options)
     reference = torch.optim.AdamW(references, **options)
@@ -205,8 +188,4 @@ def test_is_the_adamw_of_torch(options, dtype, tolerance, code, within):
             set_gradients(parameters_, seed=step)
             parameters_[2].grad = None if step in (3, 4) else parameters_[2].grad
             optimizer_.step()
-        for p, q in zip(parameters, references, strict=True):
-            torch.testing.assert_close(
-                p, q, rtol=tolerance, atol=tolerance,
-                msg=lambda text, at=(step, tuple(p.shape)): f"step, shape = {at}: {text}",
-            )  # fmt: skip
+        assert_close(parameters, references, tolerance, f"step {step}")

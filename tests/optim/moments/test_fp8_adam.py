@@ -9,16 +9,14 @@ import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, moments
+from lightning_lowbit.optim import LowBitAdamW, StableSPAM, moments
 from lightning_lowbit.optim.moments import NAMES, FP8Moments, Piece
 from tests.optim.moments.helpers import draw, elements, final_loss, heavy_tailed, kept
-from tests.optim.parameters import assert_same, in_cpp_and_in_torch, set_gradients, snapshot, use
+from tests.optim.parameters import assert_same, set_gradients, snapshot
 from tests.references import moments as reference
 
 
-@in_cpp_and_in_torch
-def test_adam_is_the_reference(code, within):
-    within(use(code))
+def test_adam_is_the_reference(code):
     parameters = [Parameter(heavy_tailed(shape)) for shape in ((5, 130), (3, 2, 129))]
     optimizer = LowBitAdamW(parameters, lr=1e-2, weight_decay=0.1)
     references = [reference.FP8AdamW(p, number, 1e-2, 0.1) for number, p in enumerate(parameters)]
@@ -129,40 +127,16 @@ def test_two_moments_take_two_bytes():
     assert everything <= taken + 0.01, f"state other than moments takes {everything - taken:.3f} bytes for a parameter"
 
 
-@in_cpp_and_in_torch
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    ("dtype", "make"),
-    [
-        (torch.float32, LowBitAdamW),
-        (torch.bfloat16, lambda p: LowBitAdamW(p, master_weights="fp16")),
-        (torch.bfloat16, lambda p: LowBitAdamW(p, moments="fp32", master_weights="fp16")),
-        (torch.float32, lambda p: SPAM(p, density=0.25, weight_decay=0.1, reset_interval=4)),
-    ],
-    ids=["fp8", "fp8 and masters", "masters", "sparse"],
-)
-def test_a_skipped_step_changes_nothing(bad, make, dtype, code, within):
-    within(use(code))
-    parameters = [Parameter(heavy_tailed(shape).to(dtype)) for shape in ((3, 130), (9,), (30, 40))]
-    optimizer = make(parameters)
+def test_a_skipped_step_changes_nothing(bad, code):
+    parameters = [Parameter(heavy_tailed(shape).bfloat16()) for shape in ((3, 130), (9,), (30, 40))]
+    optimizer = LowBitAdamW(parameters, master_weights="fp16")
     # So uneven that some mean squares are kept as 0: storing what was loaded would change them.
-    for step in range(4):
+    for step in range(3):
         for p in parameters:
-            p.grad = heavy_tailed(p.shape, seed=step).to(dtype)
-        if step < 3:  # the fourth would be a reset of SPAM
-            optimizer.step()
+            p.grad = heavy_tailed(p.shape, seed=step).bfloat16()
+        optimizer.step()
     before = snapshot(optimizer, parameters)
-    last = parameters[-1].grad
-    last[1, 1] = bad
+    parameters[-1].grad[1, 1] = bad
     optimizer.step()
     assert_same(snapshot(optimizer, parameters), before, "a skipped step left traces")
-
-
-def test_float64_parameters_are_refused():
-    """Statistics of such a parameter are float64; who wants that does not want moments of three and four bits."""
-    parameter = Parameter(torch.ones(2, 3, dtype=torch.float64))
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ValueError, match="float64.*moments='fp32'"):
-        LowBitAdamW([parameter]).step()
-    assert (parameter == 1).all(), "a refused step moved a parameter"
-    LowBitAdamW([parameter], moments="fp32").step()

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.rules import OPTIONS, check_options
+from tests.optim.conformance.entries import subclasses
 from tests.optim.parameters import assert_same, make_parameters, snapshot, train
 from tests.tables import each
 
@@ -62,17 +63,16 @@ def test_every_option_has_good_and_bad_values_here():
     assert set(GOOD) == set(BAD) == set(OPTIONS), "an option is missing from this file's tables"
 
 
-@each(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
-def test_good_options_pass(name, value):
-    check_options("Me", {name: value, "an entry of another": object()})
-
-
 @each(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_bad_options_are_refused(name, value):
     _, _, needed, advice = OPTIONS[name]
     with pytest.raises(ValueError) as caught:
         check_options("Me", {"lr": 1e-3, name: value})
     assert str(caught.value) == f"Me needs {name} to be {needed}, got {value!r}; {advice}."
+
+
+FP32 = {LowBitAdamW: {"moments": "fp32"}}  # its default is fp8
+WIDE = (torch.float32, torch.float64)
 
 
 def keywords(kind):
@@ -84,11 +84,7 @@ def parameters_for(kind):
     return torch.optim.SGD([parameter]) if kind is Adaptive else [parameter]
 
 
-def all_subclasses(kind):
-    return [kind for child in kind.__subclasses__() for kind in (child, *all_subclasses(child))]
-
-
-@pytest.mark.parametrize("kind", [*all_subclasses(ClippedAdam), Adaptive], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*subclasses(ClippedAdam), Adaptive], ids=lambda kind: kind.__name__)
 def test_every_argument_reaches_the_group_and_is_checked(kind):
     for name in keywords(kind):
         if name == "preset":  # stands for values of others
@@ -102,7 +98,7 @@ def test_every_argument_reaches_the_group_and_is_checked(kind):
             kind(parameters_for(kind), **{name: bad})
 
 
-@pytest.mark.parametrize("kind", all_subclasses(ClippedAdam), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*subclasses(ClippedAdam)], ids=lambda kind: kind.__name__)
 def test_defaults_are_good_and_a_group_may_have_any_option(kind):
     optimizer = kind([Parameter(torch.ones(2, 2))])
     assert set(optimizer.defaults) == set(OPTIONS) - {"norm_eps"}, "a default that no option describes, or no default"
@@ -112,76 +108,59 @@ def test_defaults_are_good_and_a_group_may_have_any_option(kind):
         assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
+@each(
+    "kind, dtype, option, words",
     [
-        ({"density": 0.5, "moments": "fp8"}, "'moments': 'fp8'"),
-        ({"density": 0.5, "norm_clip": "ada_gn"}, "'norm_clip': 'ada_gn'"),
-        ({"density": 0.5, "master_weights": "fp16"}, "'master_weights': 'fp16'"),
+        (SPAM, torch.float32, {"density": 0.5, "moments": "fp8"}, "density=0.5.*'moments': 'fp8'"),
+        (SPAM, torch.float32, {"density": 0.5, "norm_clip": "ada_gn"}, "density=0.5.*'norm_clip': 'ada_gn'"),
+        (SPAM, torch.float32, {"density": 0.5, "master_weights": "fp16"}, "density=0.5.*'master_weights': 'fp16'"),
+        (StableSPAM, torch.float32, {"norm_eps": 1e-8}, "StableSPAM has no option norm_eps"),
+        (Adaptive, torch.float32, {"reset_interval": 3}, "Adaptive has no option reset_interval"),
+        (Adaptive, torch.float32, {"moments": "fp8"}, "Adaptive has no option moments"),
+        (LowBitAdamW, torch.float64, {"moments": "fp8"}, "float64.*moments='fp32'"),
+        *((LowBitAdamW, dtype, {"master_weights": "fp16"}, f"got .*{dtype}.*leave it out") for dtype in WIDE),
     ],
 )
-def test_sparse_moments_are_refused_with_what_they_cannot_do(options, words):
-    optimizer = SPAM([Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match=f"density=0.5.*{words}"):
-        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], **options})
+def test_options_that_do_not_fit_are_refused(kind, dtype, option, words):
+    """At first, and of a group that is added later: other options, of other classes, and for other dtypes."""
+    first, second = Parameter(torch.ones(2, 2, dtype=torch.bfloat16)), Parameter(torch.ones(3, 3, dtype=dtype))
+    optimizer = kind(torch.optim.SGD([first])) if kind is Adaptive else kind([first], **FP32.get(kind, {}))
+    groups = [{"params": [second], **FP32.get(kind, {}), **option}]
+    for build in (
+        lambda: optimizer.add_param_group(groups[0]),
+        lambda: kind(torch.optim.SGD(groups) if kind is Adaptive else groups),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build()
+    assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
+
+
+KEPT = r"\(3, 4\) .* are kept, and not .*moments and master_weights cannot be changed in mid-training.*new optimizer"
 
 
 @each(
-    ("kind", "name", "value"),
+    ("kind", "options", "then", "words"),
     [
-        (StableSPAM, "norm_clip", "adagn"),
-        (StableSPAM, "element_clip", "AdaClip"),
-        (Adaptive, "norm_clip", "adagn"),
-        (Adaptive, "element_clip", "AdaClip"),
-        (StableSPAM, "moments", "FP8"),
-        (StableSPAM, "master_weights", "bf16"),
+        (StableSPAM, {}, {"norm_clip": "adagn"}, "StableSPAM needs norm_clip to be .*adagn"),
+        (StableSPAM, {}, {"element_clip": "AdaClip"}, "StableSPAM needs element_clip to be .*AdaClip"),
+        (Adaptive, {}, {"norm_clip": "adagn"}, "Adaptive needs norm_clip to be .*adagn"),
+        (Adaptive, {}, {"element_clip": "AdaClip"}, "Adaptive needs element_clip to be .*AdaClip"),
+        (StableSPAM, {}, {"moments": "FP8"}, "StableSPAM needs moments to be .*FP8"),
+        (StableSPAM, {}, {"master_weights": "bf16"}, "StableSPAM needs master_weights to be .*bf16"),
+        (StableSPAM, {"moments": "fp32"}, {"moments": "fp8"}, KEPT),
+        (StableSPAM, {"moments": "fp8"}, {"moments": "fp32"}, KEPT),
+        (StableSPAM, {"master_weights": None}, {"master_weights": "fp16"}, KEPT),
+        (StableSPAM, {"master_weights": "fp16"}, {"master_weights": None}, KEPT),
     ],
 )
-def test_rules_misspelt_in_mid_training_are_refused(kind, name, value):
-    parameters = make_parameters(shapes=[(3, 4), (4,)])
-    groups = [{"params": [p]} for p in parameters]
-    optimizer = kind(torch.optim.AdamW(groups) if kind is Adaptive else groups)
-    assert_refused_in_mid_training(
-        optimizer, parameters, {name: value}, f"{kind.__name__} needs {name} to be .*{value}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "then"),
-    [
-        ("moments", "fp32", "fp8"),
-        ("moments", "fp8", "fp32"),
-        ("master_weights", None, "fp16"),
-        ("master_weights", "fp16", None),
-    ],
-)
-def test_what_state_is_made_of_cannot_be_changed_in_mid_training(name, first, then):
+def test_changes_in_mid_training_are_refused(kind, options, then, words):
+    """Rules misspelt, and what the state is made of."""
     parameters = make_parameters(torch.bfloat16, [(3, 4), (3, 4)])
-    optimizer = StableSPAM([{"params": [p]} for p in parameters], **{name: first})
-    words = rf"\(3, 4\) .* are kept, and not .*{name} cannot be changed in mid-training.*new optimizer"
-    assert_refused_in_mid_training(optimizer, parameters, {name: then}, words.replace("moments c", "moments and .* c"))
-
-
-def assert_refused_in_mid_training(optimizer, parameters, options, words):
+    groups = [{"params": [p]} for p in parameters]
+    optimizer = kind(torch.optim.AdamW(groups) if kind is Adaptive else groups, **options)
     train(optimizer, parameters, range(2))
     before = snapshot(optimizer, parameters)
-    optimizer.param_groups[-1].update(options)
+    optimizer.param_groups[-1].update(then)
     with pytest.raises(ValueError, match=words):
         train(optimizer, parameters, [2])
     assert_same(snapshot(optimizer, parameters), before, "a refused step left traces")
-
-
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [(StableSPAM, {"norm_eps": 1e-8}), (Adaptive, {"reset_interval": 3}), (Adaptive, {"moments": "fp8"})],
-)
-def test_options_of_other_classes_are_refused(kind, option):
-    words = f"{kind.__name__} has no option {next(iter(option))}"
-    first, second = make_parameters(shapes=[(2, 2), (3, 3)])
-    optimizer = kind(torch.optim.SGD([first]) if kind is Adaptive else [first])
-    with pytest.raises(ValueError, match=words):
-        optimizer.add_param_group({"params": [second], **option})
-    assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
-    groups = [{"params": [second], **option}]
-    with pytest.raises(ValueError, match=words):
-        kind(torch.optim.SGD(groups) if kind is Adaptive else groups)

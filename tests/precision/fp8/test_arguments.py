@@ -49,10 +49,10 @@ def test_arguments_land_in_the_casts(arguments, casts):
     [
         ({"scaling": "delayd"}, r"Unknown scaling 'delayd'. Did you mean 'delayed'\? Choose one of: 'delayed', 'cur"),
         ({"scaling": None}, r"Unknown scaling None. Choose one of"),
-        ({"history": 0}, r"history is a whole number from 1 to \d+; got 0"),
+        ({"history": 0}, r"history is a whole number, 1 or more .*; got 0"),
         ({"algorithm": "mean"}, r"Unknown algorithm of Scale 'mean'.* Choose one of: 'max', 'most_recent'"),
         ({"power_of_two": "no"}, r"power_of_two is true or false; got 'no'"),
-        ({"margin": -1}, r"margin is a whole number from 0 to \d+; got -1"),
+        ({"margin": -1}, r"margin is a whole number, 0 or more .*; got -1"),
         ({"gradient_format": "e3m2"}, r"Unknown gradient_format 'e3m2'.* Choose one of: 'e4m3', 'e5m2'"),
         ({"scaling": "current", "history": 4}, r"history .* take source='delayed', or leave both out"),
         ({"scaling": "row", "algorithm": "most_recent"}, r"algorithm .* take source='delayed', or leave both out"),

@@ -14,23 +14,9 @@ from tests.tables import each
 def test_replace_changes_what_it_names():
     scale = Scale("e4m3", (16, 16), "up", two_level=True, top=256, four_over_six="mse", source="delayed")
     cast = Cast("e2m1", scale, "stochastic")
-    changes = {
-        "format": "e5m2",
-        "block": [8, 8],
-        "rounding": "nearest",
-        "two_level": True,
-        "top": None,
-        "four_over_six": "mae",
-        "prescale": 1,
-        "margin": 0,
-        "statistic": "absmax",
-        "factor": 1,
-        "epsilon": 0,
-        "source": "current",
-        "history": 1024,
-        "algorithm": "most_recent",
-        "correction": None,
-    }
+    changes = {"format": "e5m2", "block": [8, 8], "rounding": "nearest", "two_level": True, "top": None}
+    changes |= {"four_over_six": "mae", "prescale": 1, "margin": 0, "statistic": "absmax", "factor": 1, "epsilon": 0}
+    changes |= {"source": "current", "history": 1024, "algorithm": "most_recent", "correction": None}
     assert set(changes) == {field.name for field in fields(Scale)}, "a field of Scale is not tried"
     for name, value in changes.items():
         found = cast.replace(scale={name: value})
@@ -46,6 +32,7 @@ def test_replace_changes_what_it_names():
     both = cast.replace(element="e2m1", rounding="nearest", scale={"block": 32})
     assert (both.rounding, both.scale.block, both.scale.top) == ("nearest", 32, 256)
     assert cast.replace() == cast
+    assert cast.replace(element="int4", scale={"four_over_six": None}).element == "int4"
     room = Cast("e4m3", Scale("fp32", "row", "power_of_two"))
     assert room.replace(scale={"margin": 2}) == Cast("e4m3", Scale("fp32", "row", "power_of_two", margin=2))
     for name, value in {"statistic": "absmean", "factor": 0.5, "epsilon": 1e-5}.items():

@@ -1,20 +1,15 @@
 """Casts as values: equality, specs, mappings, names and bits."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
-import torch
 import yaml
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.quant import cast as cast_module
-from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
-from lightning_lowbit.quant.rounding import round_nearest
 from tests.quant.tensors import NVFP4, casts
 from tests.tables import each
-
-BLOCKS = (8, 16, (16, 16), "row", "tensor")
 
 
 def test_casts_are_values():
@@ -28,7 +23,7 @@ def test_casts_are_values():
 
 
 def every_cast():
-    blocks = (*BLOCKS, 1, (1, 16), (16, 1))
+    blocks = (8, 16, (16, 16), "row", "tensor", 1, (1, 16), (16, 1))
     nearest = [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
     nearest += [
         cast.replace(scale={"margin": margin})
@@ -36,34 +31,25 @@ def every_cast():
         if cast.scale.format == "fp32" and cast.scale.statistic == "absmax"
         for margin in (1, 64)
     ]
-    memories = [
-        {"history": history, "algorithm": algorithm} for history in (1, 16) for algorithm in ("max", "most_recent")
-    ]
     nearest += [
-        cast.replace(scale={"source": "delayed", **memory})
+        cast.replace(scale={"source": "delayed", "history": history, "algorithm": algorithm})
         for cast in nearest
         if cast.scale.needs_amax and cast.element in ("e2m1", "e5m2")
-        for memory in memories
+        for history, algorithm in itertools.product((1, 16), ("max", "most_recent"))
     ]
     nearest += [replace(cast, round_to_bfloat16=True) for cast in nearest if cast.element in ("e2m1", "int4")]
     return nearest + [replace(cast, rounding="stochastic") for cast in nearest]
 
 
 @pytest.mark.slow
-def test_names_tell_casts_apart():
+def test_names_tell_casts_apart_and_specs_round_trip():
     names = {}
     for cast in every_cast():
         other = names.setdefault(str(cast), cast)
         assert other == cast, f"{cast!r} and {other!r} are both called {cast}"
-
-
-@pytest.mark.slow
-def test_specs_round_trip():
-    for cast in every_cast():
         again = Cast.from_spec(cast.spec)
         assert again == cast, f"{cast!r} came back as {again!r}"
-        assert hash(again) == hash(cast)
-        assert again.spec == cast.spec
+        assert (hash(again), again.spec) == (hash(cast), cast.spec)
 
 
 def test_casts_of_mappings():
@@ -91,14 +77,8 @@ def test_casts_of_mappings():
         (Cast("e4m3", Scale("fp32", "row", margin=2)), "e4m3/fp32:row(margin 2)"),
         (Cast("e4m3", Scale("fp32", "tensor", source="delayed")), "e4m3/fp32:tensor(delayed 16)"),
         (
-            Cast(
-                "e5m2",
-                Scale(
-                    "fp32", "tensor", "power_of_two", margin=1, source="delayed", history=1024, algorithm="most_recent"
-                ),
-                "stochastic",
-            ),
-            "e5m2/fp32:tensor(power_of_two)(margin 1)(delayed 1024 most_recent)~",
+            Cast("int8", Scale("fp32", "tensor", margin=1, source="delayed", history=1024, algorithm="most_recent")),
+            "int8/fp32:tensor(margin 1)(delayed 1024 most_recent)",
         ),
         (Cast("e2m1", Scale(two_level=True, source="delayed", history=1)), "e2m1/e4m3:1x16+fp32(delayed 1)"),
         (Cast("ternary", Scale("fp32", "tensor", statistic="absmean")), "ternary/fp32:tensor(absmean)"),
@@ -132,23 +112,3 @@ def test_names(cast, name):
 )
 def test_bits(cast, bits):
     assert cast.bits == bits
-
-
-@each("element", ELEMENT_FORMATS)
-def test_elements_lie_on_the_grid(element):
-    """That of their format, and between a zero point and the ends of an integer's range whole numbers of its steps."""
-    for statistic in ("absmax", "absmean", "minmax") if element.startswith("int") else ("absmax", "absmean"):
-        cast = Cast(element, Scale("fp32", "row", statistic=statistic))
-        if statistic != "minmax":
-            assert cast.grid == cast.format, f"{cast}"
-            continue
-        most = 2**cast.format.bits - 1
-        assert cast.grid.max == most, f"{cast}: elements up to {cast.grid.max}"
-        whole = torch.arange(-float(most), most + 1)
-        assert torch.equal(round_nearest(whole, cast.grid), whole), f"{cast}: not all whole numbers"
-        assert round_nearest(torch.tensor([0.3, -1.4, 1e9, -1e9]), cast.grid).tolist() == [0, -1, most, -most]
-
-
-def test_every_format_has_roundings():
-    assert SCALE_ROUNDINGS.keys() == cast_module.SCALE_FORMATS.keys()
-    assert all(SCALE_ROUNDINGS.values())
