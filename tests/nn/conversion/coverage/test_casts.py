@@ -70,11 +70,8 @@ def test_the_phase_in_force():
     assert coverage.low_bit == FLOPS
     assert coverage.uncovered == C | {"a": 3 * FLOPS, "b (dgrad)": FLOPS, "b (wgrad)": FLOPS}
     assert counter.coverage("fqt") == three_layers().coverage(), "the phase asked for, not the one in force"
-
-
-def test_an_unknown_phase():
     with pytest.raises(ValueError, match="Unknown phase 'qat'"):
-        three_layers().coverage("qat")
+        counter.coverage("qat")
 
 
 def test_casts_of_the_forward_pass():
@@ -98,46 +95,40 @@ def test_casts_of_the_forward_pass():
     assert hp_forward.average_bits == pytest.approx((2 * (16 + (x_bits + 16) / 2 + 16) + 3 * 16) / 9)
 
 
-def test_an_override_in_high_precision():
-    coverage = three_layers(overrides={"b": "bf16"}).coverage()
-    assert coverage.low_bit == 3 * FLOPS
-    assert coverage.uncovered == C | {"b": 3 * FLOPS}
-
-
-def test_one_gemm_in_high_precision():
+@each(
+    ("casts", "low", "uncovered", "bits"),
+    [
+        ("bf16", 3, {"b": 3 * FLOPS}, 3 * 16),
+        (NVFP4.replace(dgrad_g=None), 5, {"b (dgrad)": FLOPS}, 2 * BITS + (BITS + 16) / 2),
+    ],
+)
+def test_gemms_of_an_override_in_high_precision(casts, low, uncovered, bits):
     """One operand suffices: the GEMM is then not low-bit, and its bits are those of both."""
-    coverage = three_layers(overrides={"b": NVFP4.replace(dgrad_g=None)}).coverage()
-    assert coverage.low_bit == 5 * FLOPS
-    assert coverage.uncovered == C | {"b (dgrad)": FLOPS}
-    assert coverage.average_bits == pytest.approx((5 * BITS + (BITS + 16) / 2 + 3 * 16) / 9)
+    coverage = three_layers(overrides={"b": casts}).coverage()
+    assert coverage.low_bit == low * FLOPS
+    assert coverage.uncovered == C | uncovered
+    assert coverage.average_bits == pytest.approx((3 * BITS + bits + 3 * 16) / 9)
 
 
-@pytest.mark.parametrize(
+@torch.library.custom_op("coverage_test::fused_mlp_mm", mutates_args=())
+def fused(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+@each(
     ("operation", "name"),
     [
         (lambda: torch.addbmm(torch.zeros(2, 4), torch.randn(3, 2, 5), torch.randn(3, 5, 4)), "aten.addbmm"),
         (lambda: torch.sparse.mm(torch.eye(3).to_sparse(), torch.randn(3, 4)), "aten._sparse_addmm"),
         (lambda: F.bilinear(torch.randn(2, 3), torch.randn(2, 4), torch.randn(5, 3, 4)), "aten._trilinear"),
+        (lambda: fused(torch.randn(2, 3), torch.randn(3, 4)), "coverage_test.fused_mlp_mm"),
     ],
 )
 def test_an_operation_without_a_formula(operation, name):
     with GemmCounter(nn.Identity()) as counter:
-        operation()
+        operation(), operation()
     assert counter.coverage().uncounted == (name,)
     assert counter.coverage().flops == 0
-
-
-def test_a_custom_operation_without_a_formula():
-    """Somebody's kernel: its name tells, and once."""
-
-    @torch.library.custom_op("coverage_test::fused_mlp_mm", mutates_args=())
-    def fused(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b
-
-    with GemmCounter(nn.Identity()) as counter:
-        fused(torch.randn(2, 3), torch.randn(3, 4))
-        fused(torch.randn(2, 3), torch.randn(3, 4))
-    assert counter.coverage().uncounted == ("coverage_test.fused_mlp_mm",)
 
 
 def test_what_is_no_matrix_product_is_not_taken_for_one():
@@ -149,10 +140,8 @@ def test_what_is_no_matrix_product_is_not_taken_for_one():
         F.interpolate(x[None, None], scale_factor=2, mode="bilinear")  # aten.upsample_bilinear2d
         F.embedding(torch.tensor([1]), x).logsumexp(-1).lerp(x[0, 0], 0.5).norm()
         torch.where(x > 0, x, -x).triu().sort()
-    assert counter.coverage().uncounted == ()
-    assert counter.coverage().flops == 0
-    assert counter.coverage().share == 0
-    assert counter.coverage().average_bits == 16
+    coverage = counter.coverage()
+    assert (coverage.uncounted, coverage.flops, coverage.share, coverage.average_bits) == ((), 0, 0, 16)
 
 
 @each(
