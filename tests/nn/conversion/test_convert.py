@@ -1,7 +1,5 @@
 """Conversion: which layers, with which casts, in place."""
 
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -43,15 +41,13 @@ def classes(model):
     return {name: type(module) for name, module in model.named_modules()}
 
 
-# --- which layers -----------------------------------------------------------------------------------------------------
-
-
 def test_nothing_is_skipped_by_default():
     model = Model()
     assert convert(model, "nvfp4") is model
     assert converted(model) == ALL
     assert all(type(model.get_submodule(name)) is QuantLinear for name in ALL)
     assert all(model.get_submodule(name).casts == NVFP4 for name in ALL)
+    assert type(convert(nn.Linear(2, 3), NVFP4)) is QuantLinear, "a layer by itself"
 
 
 @each(
@@ -177,13 +173,6 @@ def test_errors_change_nothing(arguments, message):
     assert classes(model) == before
 
 
-# --- what is converted ------------------------------------------------------------------------------------------------
-
-
-def test_a_layer_by_itself():
-    assert type(convert(nn.Linear(2, 3), NVFP4)) is QuantLinear
-
-
 def test_conv1d():
     layer = Conv1D(6, 4)
     weight = layer.weight
@@ -192,15 +181,6 @@ def test_conv1d():
     assert isinstance(layer, QuantizedLayer)
     assert layer.weight is weight
     assert type(layer) is type(convert(Conv1D(2, 2), NVFP4)), "one class for all of them"
-
-
-@pytest.mark.parametrize("make", [nn.Linear, Conv1D])
-def test_converted_layers_pickle(make):
-    """torch.save(model) and processes that are spawned pickle modules whole."""
-    layer = convert(make(4, 4), NVFP4)
-    twin = pickle.loads(pickle.dumps(layer))
-    assert type(twin) is type(layer)
-    assert twin.casts == NVFP4
 
 
 def test_parameters_and_references_stay():
@@ -234,9 +214,6 @@ def test_a_layer_with_two_names_is_one_layer():
     model["second"] = model["first"]
     assert list(plan(model, NVFP4)) == ["first"]
     assert type(convert(model, NVFP4)["second"]) is QuantLinear
-
-
-# --- again ------------------------------------------------------------------------------------------------------------
 
 
 def test_other_casts():
