@@ -114,7 +114,6 @@ def test_fold_of_some_mlps():
 
 @each("phase", ["qaf", "bf16"])
 def test_fold_in_a_phase(phase):
-    """What is smoothed only outside the phase is folded too."""
     model = convert(MLP(), DELAYED, smooth_swiglu="channel")
     histories = AmaxHistories(model)
     step(model, histories, torch.randn(9, 16))
@@ -170,7 +169,6 @@ BOTH = GOOD | {"layers.1.down_proj": torch.full((24,), 3.0)}
     ],
 )
 def test_fold_refuses(make, amax, message):
-    """And has changed nothing, though layers before the one that is refused are fine."""
     model = make()
     before = everything(model)
     with pytest.raises(ValueError, match=message):

@@ -79,8 +79,6 @@ def test_complex_layers_compute_as_before():
         assert torch.equal(model["odd"](x), expected)
 
 
-# --- computed weights -------------------------------------------------------------------------------------------------
-
 PARAMETRIZATIONS = (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
 COMPUTED = "its weight is computed (torch.nn.utils.parametrize)"
 
@@ -99,9 +97,6 @@ def test_computed_weights(parametrize, kind):
     only = re.escape(f"only: the pattern 'odd' matches odd, which stays in high precision: {COMPUTED}")
     with pytest.raises(ValueError, match=only):
         convert(beside(odd), "nvfp4", only=["odd"])
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
 
 
 class Shared(nn.Module):

@@ -61,7 +61,6 @@ def test_only_down_projections_change(name, kind, in_place):
 
 
 def test_it_is_shown():
-    """print(model) tells of the smoothing, once per MLP; str of the casts does, with the scale of the weight."""
     model = convert(Net(), DELAYED, smooth_swiglu="channel")
     assert [str(layer).count("smooth=channel") for layer in model.layers] == [1, 1]
     casts = str(model.layers[0].down_proj.casts)
@@ -74,7 +73,6 @@ def test_it_is_shown():
 
 @each("kind", KINDS)
 def test_again_changes_nothing_and_converting_without_takes_it_away(kind):
-    """Hooks that tell tokens, too."""
     model = convert(Net(), DELAYED)
     plain = everything(model)
     smoothed = everything(convert(model, DELAYED, smooth_swiglu=kind))
@@ -95,7 +93,6 @@ def test_plan_is_what_convert_does(kind):
 
 
 def test_unquantized_down_projections_are_left_alone():
-    """One of two is quantized: that one is smoothed."""
     model = convert(Net(), DELAYED, overrides={r"layers\.0\.down_proj": "bf16"}, smooth_swiglu="channel")
     assert model.layers[0].down_proj.casts == LinearCasts()
     assert model.layers[1].down_proj.casts.smooth == "channel"
@@ -160,7 +157,6 @@ def test_phases_keep_it_as_long_as_x_or_w_is_quantized(casts, keeping, kind):
 
 @each("kind", KINDS)
 def test_the_bf16_phase_is_the_plain_model(kind):
-    """To the bit; nothing enters the histories, and no amax of tokens stays behind."""
     plain, x = MLP(), torch.randn(9, 16)
     model = convert(copy.deepcopy(plain), DELAYED, smooth_swiglu=kind)
     histories = AmaxHistories(model)

@@ -24,6 +24,7 @@ from tests.nn.conversion.swiglus import (
     sources,
     step,
 )
+from tests.nn.layers import pass_through
 from tests.tables import each
 
 # --- the unquantized function -----------------------------------------------------------------------------------------
@@ -46,11 +47,9 @@ def test_unquantized_it_is_the_same_function(kind, dtype, bias):
     x, g = torch.randn(7, 16, dtype=dtype), torch.randn(7, 16, dtype=dtype)
     results, products = [], []
     for smoothing in (None, kind):
-        model, inputs = convert(copy.deepcopy(plain), CURRENT, smooth_swiglu=smoothing).to(dtype), x.clone()
+        model = convert(copy.deepcopy(plain), CURRENT, smooth_swiglu=smoothing).to(dtype)
         with sources(lossless=True) as seen:
-            y = model(inputs.requires_grad_())
-            y.backward(g)
-        results.append({"y": y.detach(), "x": inputs.grad, **{n: p.grad for n, p in model.named_parameters()}})
+            results.append(pass_through(model, x, g))
         products += [tensor for name, tensor in seen if name == "fprop_x" and tensor.shape == (7, 24)]
     assert not torch.equal(*products), "nothing was smoothed"
     for name, expected in results[0].items():
@@ -211,7 +210,6 @@ def test_a_channel_that_was_silent_keeps_its_amax():
 @each("recompute", [{"use_reentrant": True}, {"use_reentrant": False}])
 @each("kind", KINDS)
 def test_activation_checkpointing_changes_nothing(kind, recompute):
-    """Losses, gradients and histories of three steps of two micro-batches each."""
     runs = []
     for call in (lambda mlp, x: mlp(x), lambda mlp, x: checkpoint(mlp, x, **recompute)):
         torch.manual_seed(1)

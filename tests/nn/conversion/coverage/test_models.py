@@ -36,7 +36,6 @@ def fused_backward(forward):
 @each("need_weights", [False, True])
 @each("keys", [TOKENS, 7])
 def test_multihead_attention(need_weights, keys):
-    """Its projections are products of a host, and its attention is in high precision."""
     model = low_bit(
         Applied(
             lambda self, x, m: self.head(self.mha(x, m, m, need_weights=need_weights)[0]),
@@ -64,8 +63,6 @@ def encoder_layer():
 
 PRODUCTS = attention(BATCH, TOKENS, TOKENS, WIDTH)
 ENCODER_ATTENTION = 4 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + PRODUCTS
-
-
 ROWS = BATCH * TOKENS
 SIZES = {"self_attn.in_proj": (WIDTH, 3 * WIDTH), "self_attn.out_proj": (WIDTH, WIDTH)}
 SIZES |= {"linear1": (WIDTH, 32), "linear2": (32, WIDTH)}
@@ -83,13 +80,11 @@ def test_encoder_layer_in_evaluation(norm_first, skip):
         counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs=runs)
     layers = {name: gemms for name, gemms in ENCODER_GEMMS.items() if not name.startswith(skip)}
     feed_forward = {name: 2 * BATCH * TOKENS * WIDTH * 32 for name in skip if name != "self_attn"}
-    assert_counted(
-        counter, layers, {"self_attn": ENCODER_ATTENTION if "self_attn" in skip else PRODUCTS, **feed_forward}
-    )
+    products = ENCODER_ATTENTION if "self_attn" in skip else PRODUCTS
+    assert_counted(counter, layers, {"self_attn": products, **feed_forward})
 
 
 def test_a_skipped_encoder_layer_in_evaluation():
-    """It is one fused operation, in which nothing is quantized."""
     model = low_bit(nn.Sequential(encoder_layer(), nn.Linear(WIDTH, 8)), skip=["0"]).eval()
     with torch.no_grad():
         counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs="_transformer_encoder_layer_fwd")
@@ -98,40 +93,28 @@ def test_a_skipped_encoder_layer_in_evaluation():
     assert_counted(counter, layers, {"0": ENCODER_ATTENTION + feed_forward})
 
 
-def padded_encoder(skip=()):
-    """With padding, torch's fast path makes the input a nested tensor."""
-    encoder = nn.TransformerEncoder(encoder_layer(), 2)
-    model = Applied(
-        lambda self, x, padding: self.head(self.encoder(x, src_key_padding_mask=padding)),
-        encoder=encoder,
-        head=nn.Linear(WIDTH, 8),
-    )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@each("is_skipped", [False, True])
+def test_an_encoder_with_padding_in_evaluation(is_skipped):
+    """torch's fast path makes the input a nested tensor, which has no shape to count by: it is said that there is more,
+    and the run goes on."""
+    members = {"encoder": nn.TransformerEncoder(encoder_layer(), 2), "head": nn.Linear(WIDTH, 8)}
+    model = Applied(lambda self, x, padding: self.head(self.encoder(x, src_key_padding_mask=padding)), **members)
+    low_bit(model, skip=["encoder"] * is_skipped).eval()
     padding = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
     padding[1, 3:] = True
-    return low_bit(model, skip=skip).eval(), x_of(BATCH, TOKENS, WIDTH), padding
-
-
-def test_an_encoder_with_padding_in_evaluation():
-    model, x, padding = padded_encoder()
     with torch.no_grad():
-        counter = count(model, x, padding)
+        counter = count(model, x_of(BATCH, TOKENS, WIDTH), padding)
+    if is_skipped:
+        assert dict(counter.gemms) == {("head", "fprop"): gemm(ROWS, 8, WIDTH)}
+        assert dict(counter.others) or counter.coverage().uncounted == ("aten._transformer_encoder_layer_fwd",)
+        return
     layers = {f"encoder.layers.{i}.{name}": gemms for i in range(2) for name, gemms in ENCODER_GEMMS.items()}
-    layers["head"] = layer(BATCH * TOKENS, WIDTH, 8, BACKWARD)
+    layers["head"] = layer(ROWS, WIDTH, 8, BACKWARD)
     assert_counted(counter, layers, {f"encoder.layers.{i}.self_attn": PRODUCTS for i in range(2)})
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_a_skipped_encoder_with_padding_in_evaluation():
-    """A nested tensor has no shape to count by: it is said that there is more, and the run goes on."""
-    model, x, padding = padded_encoder(skip=["encoder"])
-    with torch.no_grad():
-        counter = count(model, x, padding)
-    assert dict(counter.gemms) == {("head", "fprop"): gemm(BATCH * TOKENS, 8, WIDTH)}
-    assert dict(counter.others) or counter.coverage().uncounted == ("aten._transformer_encoder_layer_fwd",)
-
-
 def test_einsum_and_functional_calls():
-    """They belong to the module whose forward makes them, also where the weight is a converted layer's."""
     inner = Applied(lambda self, x: torch.einsum("bti,io->bto", x, self.w), w=nn.Parameter(torch.randn(WIDTH, 8)))
     model = low_bit(
         Applied(
@@ -218,7 +201,6 @@ def test_grouped_convolutions(groups, transposed):
 
 @each("directions", [1, 2])
 def test_lstm(directions):
-    """One fused operation a layer; its backward pass computes the gradients of all its inputs."""
     lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True, bidirectional=directions == 2)
     head = nn.Linear(12 * directions, 6)
     model = low_bit(Applied(lambda self, x: self.head(self.lstm(x)[0]), lstm=lstm, head=head))

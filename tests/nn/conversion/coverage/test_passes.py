@@ -40,7 +40,6 @@ from tests.tables import each
 @each("needs_x", [False, True])
 @each("needs_w", [False, True])
 def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
-    """Counted alike whatever the phase in force: the coverage of another one can be asked for."""
     model = low_bit(nn.Linear(WIDTH, 8))
     set_phase(model, phase)
     model.weight.requires_grad_(needs_w)
@@ -53,7 +52,6 @@ def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
 
 
 def test_a_layer_called_twice():
-    """The first call needs no gradient of its input, the second does."""
     counter = count(
         low_bit(Applied(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(WIDTH, WIDTH))), x_of(TOKENS, WIDTH)
     )
@@ -62,7 +60,6 @@ def test_a_layer_called_twice():
 
 
 def test_an_input_given_by_name():
-    """A converted layer may be called as its original may."""
     for name, original in (("input", nn.Linear(WIDTH, 8)), ("x", Conv1D(8, WIDTH))):
         model = low_bit(Applied(lambda self, x, name=name: self.layer(**{name: x}), layer=original))
         with GemmCounter(model) as counter:
@@ -71,7 +68,6 @@ def test_an_input_given_by_name():
 
 
 def test_two_towers():
-    """Without gradients of inputs, and one of them in high precision: each gets its own backward pass."""
     model = low_bit(Applied(lambda self, x: self.a(x) * self.b(x), a=tower(WIDTH, 8), b=tower(WIDTH, 32)), skip=["b"])
     counter = count(model, x_of(TOKENS, WIDTH))
     assert_counted(
@@ -84,8 +80,6 @@ def test_two_towers():
 @each("frozen", [False, True])
 @each("skip", [[], ["teacher"], ["student"], ["student", "teacher"]])
 def test_a_teacher_without_gradients_after_a_student(frozen, skip):
-    """It leaves no autograd node behind, and takes no gradient of the student's."""
-
     def distance(self, x):
         student = self.student(x)
         with torch.set_grad_enabled(frozen):
@@ -227,8 +221,6 @@ def test_leaves_nothing_behind(where):
 
 
 def test_an_exception_that_the_model_catches():
-    """A module that failed is not the one that runs."""
-
     def forward(self, x):
         try:
             return self.fails(x)
