@@ -162,5 +162,14 @@ def take_part(rank, folder, module, ranks, *arguments):
     dist.destroy_process_group()
 
 
+def refusal(call, *args):
+    """What a call says that is refused."""
+    try:
+        call(*args)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 if __name__ == "__main__":
     take_part(*sys.argv[1:])

@@ -20,8 +20,8 @@ from lightning_lowbit.callbacks.layer_table import (
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
-from lightning_lowbit.nn.conversion.inventory import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
+from lightning_lowbit.nn.layers.classes import Inventory
 from lightning_lowbit.nn.layers.speed import Speed
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype

@@ -18,10 +18,10 @@ from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
-from lightning_lowbit.nn.conversion.inventory import Inventory, described
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
 from lightning_lowbit.nn.core.saving import check_save
+from lightning_lowbit.nn.layers.classes import Inventory, described
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.nn.state.keys import LayerKeys, unchanged

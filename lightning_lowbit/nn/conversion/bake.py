@@ -1,7 +1,7 @@
 """Plain layers with quantized values as weights, for models whose forward pass quantizes only weights."""
 
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def bake(model: _Model) -> _Model:
     with nullcontext() if context is None else context.enter(model.eval()):
         for layer in layers.values():
             if layer.casts.fprop_w is not None:
-                layer.set_weight_matrix(_quantized(layer, _matrix(layer)))
+                layer.set_weight_matrix(_quantized(layer, layer.weight_matrix()))
     ForwardContext.detach(model)
     return restore_classes(model)
 
@@ -61,7 +61,7 @@ def bake(model: _Model) -> _Model:
 def _obstacle(layer: QuantizedLayer) -> str | None:
     reason = obstacle(layer.casts, TAKES, layer)
     if reason is None and isinstance(layer, Projection) and layer.casts.fprop_w is not None:
-        matrix = _matrix(layer)
+        matrix = layer.weight_matrix()
         parts = [_quantized(layer, part) for part in matrix.chunk(layer.parts)]
         if not torch.equal(torch.cat(parts), _quantized(layer, matrix)):
             return "parts of its weight share scales only where queries, keys and values are one tensor"
@@ -78,10 +78,6 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
                     f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
                     f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
                 )
-
-
-def _matrix(layer: Any) -> Tensor:
-    return layer.weight_matrix().detach()
 
 
 def _quantized(layer: QuantizedLayer, matrix: Tensor) -> Tensor:

@@ -91,12 +91,7 @@ class Reasons:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return _EMBEDDING
         cls: Any = type(module)
-        if converted_class(cls) is None:
-            return class_reason(module)
-        if without_weight(module):
-            return LAZY
-        blocked = obstacle(module)
-        return self._rest if blocked is None else Reason(blocked)
+        return class_reason(module) or (None if converted_class(cls) is None else self._rest)
 
 
 def class_reason(module: Any) -> Reason | None:

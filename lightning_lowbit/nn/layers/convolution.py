@@ -77,8 +77,8 @@ class QuantizedConvolution(QuantizedLayer):
 
     def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """Returns the elements of an input pixel, and the bits of each that a pass in ``dtype`` saves for backward:
-        those of the images where patches overlap."""
-        save = self.lowbit.save if self._window(self.padding).is_tiling else "inputs"
+        those of the images where patches of them overlap."""
+        save = self.lowbit.save if self.patched_side or self._window(self.padding).is_tiling else "inputs"
         return self.in_channels, saved_bits(self.full_casts, save, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -156,9 +156,6 @@ class QuantizedTransposed(QuantizedConvolution):
         stack = int(self.groups > 1)
         view = (weight.unflatten(0, (self.groups, -1)) if stack else weight).movedim((1 + stack, stack), (-2, -1))
         return view.flatten(stack, -2), view
-
-    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Computes the transposed convolution of ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its dtype."""

@@ -102,17 +102,23 @@ class QuantizedMultihead(CompositeLayer):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif module.batch_first:
             query, key, value = _alike(query, key, value)
-        _check_shapes(module, query, key, value)
+        if query.shape[-1] != module.embed_dim:
+            raise ValueError(f"query has embed_dim={module.embed_dim} features; got {query.shape[-1]}.")
+        if key.shape[:2] != value.shape[:2]:
+            raise ValueError(f"key and value have as many tokens; got {tuple(key.shape)} and {tuple(value.shape)}.")
         if is_causal and attn_mask is None:
             raise ValueError("is_causal says that attn_mask is causal, and there is no attn_mask: give one, too.")
         causal = is_causal and key_padding_mask is None
-        mask, padding = _additive(attn_mask, key_padding_mask, query.dtype, without=causal and not need_weights)
+        dtype, kind_of_mask = query.dtype, dtype_of_mask(attn_mask)
+        padding = canonical_mask(key_padding_mask, "key_padding_mask", kind_of_mask, "attn_mask", dtype)
+        is_left_out = causal and not need_weights
+        mask = None if is_left_out else canonical_mask(attn_mask, "attn_mask", None, "", dtype, False)
         q, k, v = self._projected(query, key, value)
         q, k, v, mask = _heads(module, q, k, v, mask, padding)
         p = module.dropout if module.training else 0.0
         o, weights = _explicit(q, k, v, mask, p) if need_weights else (None, None)
         if o is None or self.attends:
-            o = self.attend(q, k, v, mask, p, causal and not need_weights)
+            o = self.attend(q, k, v, mask, p, is_left_out)
         tokens, batch, width = query.shape
         y = module.out_proj(o.permute(2, 0, 1, 3).reshape(tokens * batch, width)).view(tokens, batch, -1)
         if weights is not None and average_attn_weights:
@@ -155,21 +161,6 @@ def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
     q = query.transpose(0, 1)
     k = q if key is query else key.transpose(0, 1)
     return q, k, k if value is key else value.transpose(0, 1)
-
-
-def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
-    if query.shape[-1] != module.embed_dim:
-        raise ValueError(f"query has embed_dim={module.embed_dim} features; got {query.shape[-1]}.")
-    if key.shape[:2] != value.shape[:2]:
-        raise ValueError(f"key and value have as many tokens; got {tuple(key.shape)} and {tuple(value.shape)}.")
-
-
-def _additive(
-    mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, without: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Turns the two masks into terms that are added to the scores; ``without`` leaves out ``mask``, which is causal."""
-    padding = canonical_mask(padding, "key_padding_mask", dtype_of_mask(mask), "attn_mask", dtype)
-    return None if without else canonical_mask(mask, "attn_mask", None, "", dtype, False), padding
 
 
 def _unstacked(x: Tensor, parts: int) -> Tensor:

@@ -2,20 +2,21 @@
 
 import copy
 import inspect
-import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as renamed
-from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, set_phase
 from lightning_lowbit.nn.attention.modules import attending
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from tests.nn.layers import identical, pass_through
+from tests.tables import each
 
 WIDTH, HEADS = 32, 4
 
@@ -80,11 +81,6 @@ class Holds(Base):
         return self.attention(x)
 
 
-class WithDropout(InForward):
-    def forward(self, x):
-        return self.merged(F.scaled_dot_product_attention(*self.heads(x), dropout_p=0.2))
-
-
 def x_of(tokens=20):
     return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -97,8 +93,10 @@ def model_of(*classes, casts="nvfp4", **kwargs):
     return model, keys
 
 
-def names(model):
-    return {clean_name(name) for name in quantized_layers(model)}
+def products(model):
+    """The casts of attention's products, by name."""
+    layers = quantized_layers(model).items()
+    return {clean_name(name): str(layer.casts) for name, layer in layers if name.endswith(("qk", "pv"))}
 
 
 def test_modules_attend_where_their_forward_pass_calls_it():
@@ -109,12 +107,11 @@ def test_modules_attend_where_their_forward_pass_calls_it():
     assert list(attending(nn.MultiheadAttention(WIDTH, HEADS))) == ["_products.qk", "_products.pv"]
 
 
-@pytest.mark.parametrize("cls", [InForward, InMethod, InFunction])
+@each("cls", [InForward, InMethod, InFunction])
 def test_calls_reach_the_products_and_nothing_stays_behind(cls):
     model, _ = model_of(cls)
     assert inspect.signature(model[0].forward) == inspect.signature(cls().forward)
-    plain = restore_classes(copy.deepcopy(model))
-    assert type(plain[0]) is cls
+    assert type((plain := restore_classes(copy.deepcopy(model)))[0]) is cls
     with GemmCounter(model) as counter:
         y = model(x_of())
     assert {"0.qk", "0.pv"} <= {name for name, _ in counter.gemms}
@@ -136,80 +133,37 @@ def test_calls_reach_the_products_and_nothing_stays_behind(cls):
 def test_none_by_default():
     model = convert(nn.Sequential(InForward(), nn.MultiheadAttention(WIDTH, HEADS)), "nvfp4")
     assert type(model[0]) is InForward
-    assert not {name for name in names(model) if name.endswith(("qk", "pv"))}
+    assert not products(model)
 
 
 def test_names_hold_for_patterns():
     classes = (InForward, InMethod, InFunction)
     model, _ = model_of(*classes, skip=["0"], overrides={"2\\.pv": "mxfp8"})
-    of_each = {clean_name(name): layer.casts for name, layer in quantized_layers(model).items()}
-    assert {name: str(of_each[name]) for name in of_each if name.endswith(("qk", "pv"))} == {
-        "1.qk": "nvfp4",
-        "1.pv": "nvfp4",
-        "2.qk": "nvfp4",
-        "2.pv": "mxfp8",
-    }
+    assert products(model) == {"1.qk": "nvfp4", "1.pv": "nvfp4", "2.qk": "nvfp4", "2.pv": "mxfp8"}
     convert(model, "nvfp4")
-    assert all(layer.casts == LinearCasts() for layer in quantized_layers(model).values() if layer.kind == "attention")
+    assert {*products(model).values()} == {str(LinearCasts())}
 
 
-def test_state_dict_copies_and_pickles():
-    model, _ = model_of(InForward, InMethod)
-    assert model.state_dict().keys() == nn.Sequential(InForward(), InMethod()).state_dict().keys()
-    y = model(x_of())
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        LayerKeys(copied).fill_(0)
-        assert type(copied[0]) is type(model[0])
-        assert torch.equal(copied(x_of()), y)
-        nn.init.zeros_(copied[0].qkv.weight)
-        assert not torch.equal(copied(x_of()), y)
-
-
-def gradients(model, keys, call):
+def results(model, keys, call=None):
     keys.fill_(3)
-    torch.manual_seed(3)
-    model.zero_grad()
-    y = call(x_of())
-    y.float().square().sum().backward()
-    return [y, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_activations_have_the_same_bits(use_reentrant):
-    model, keys = model_of(InForward, WithDropout)
-
-    def call(x):
-        for module in model:
-            x = checkpoint(module, x.requires_grad_(), use_reentrant=use_reentrant)
-        return x
-
-    wanted, got = gradients(model, keys, model), gradients(model, keys, call)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    return pass_through(model, x_of(), forward=call)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13's Dynamo
-def test_compiled_models_run_the_modules_eagerly():
+def test_compiled_models_run_modules_eagerly_and_nn_multihead_attention_as_one_graph():
+    multihead = convert(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), "bf16", attention="nvfp4")
     model, keys = model_of(InForward, InMethod)
-    wanted = gradients(model, keys, model)
-    got = gradients(model, keys, torch.compile(model, backend="aot_eager"))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_nn_multihead_attention_is_compiled_as_one_graph():
-    model = convert(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), "bf16", attention="nvfp4")
-    keys = LayerKeys(model)
 
     def call(x):
-        return model(x, x, x, need_weights=False)[0]
+        return multihead(x, x, x, need_weights=False)[0]
 
-    wanted = gradients(model, keys, call)
-    got = gradients(model, keys, torch.compile(call, backend="aot_eager", fullgraph=True))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
-    plain = restore_classes(copy.deepcopy(model))
-    assert not torch.equal(wanted[0], plain(x_of(), x_of(), x_of())[0])
+    for module, keys_, called in ((model, keys, model), (multihead, LayerKeys(multihead), call)):
+        compiled = torch.compile(called, backend="aot_eager", fullgraph=module is multihead)
+        expected = results(module, keys_, called)
+        identical(results(module, keys_, compiled), expected)
+    plain = restore_classes(copy.deepcopy(multihead))
+    assert not torch.equal(expected["y"], plain(x_of(), x_of(), x_of())[0])
 
 
 def test_weights_that_are_asked_for_are_in_high_precision():
@@ -236,12 +190,11 @@ def test_flops_of_both_products():
     assert not counter.others
 
 
-class Config:
-    _attn_implementation = "eager"
-
-
 class Eager(InForward):
-    config = Config()
+    config = SimpleNamespace(_attn_implementation="eager")
+
+
+TILES = {"format": "fp32", "block": [128, 128]}
 
 
 def test_refusals():
@@ -250,10 +203,7 @@ def test_refusals():
         "skip and only leave none": (InForward(), {"attention": "nvfp4", "only": ["qkv"]}),
         "'fp8-current'": (InForward(), {"attention": "fp8-delayed"}),
         "requantize": (InForward(), {"attention": "quartet2"}),
-        "tiles for fprop_x": (
-            InForward(),
-            {"attention": {"fprop_x": {"element": "e4m3", "scale": {"format": "fp32", "block": [128, 128]}}}},
-        ),
+        "tiles for fprop_x": (InForward(), {"attention": {"fprop_x": {"element": "e4m3", "scale": TILES}}}),
         "by 'eager'": (Eager(), {"attention": "nvfp4"}),
         "no native GEMM": (InForward(), {"attention": "fp8-current", "backend": "native"}),
     }

@@ -1,22 +1,20 @@
 """``nn.MultiheadAttention``: torch's results without casts, those of layers with them, and names that stay."""
 
 import copy
-import io
-import pickle
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import IntegerPrecision, LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_phase
 from lightning_lowbit.nn.conversion.bake import bake
-from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.nn.layers.multihead import QuantizedMultihead
+from tests.nn.layers import identical, pass_through
 from tests.pairwise import cover
+from tests.tables import each
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 48, 3, 2, 5, 7
 
@@ -151,7 +149,7 @@ def by_hand(module, casts, sizes):
     return parts, convert(out, casts)
 
 
-@pytest.mark.parametrize("inputs", ["one", "key is value", "three"])
+@each("inputs", ["one", "key is value", "three"])
 def test_with_casts_its_projections_are_those_of_layers(inputs):
     """One GEMM per tensor that differs from the others, each with scales of its own."""
     casts = LinearCasts.preset("nvfp4").with_rounding(dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest"))
@@ -161,12 +159,8 @@ def test_with_casts_its_projections_are_those_of_layers(inputs):
     given, _ = arguments(case)
     sizes = {"one": (3,), "key is value": (1, 2), "three": (1, 1, 1)}[inputs]
     parts, out = by_hand(original, casts, sizes)
-    qkv = torch.cat([layer(x) for layer, x in zip(parts, given, strict=False)], -1) if inputs == "one" else None
-    if qkv is None:
-        projected = [layer(x) for layer, x in zip(parts, given, strict=True)]
-        q, k, v = [chunk for y, size in zip(projected, sizes, strict=True) for chunk in y.chunk(size, -1)]
-    else:
-        q, k, v = qkv.chunk(3, -1)
+    projected = [layer(x) for layer, x in zip(parts, given, strict=True)]
+    q, k, v = (chunk for y, size in zip(projected, sizes, strict=True) for chunk in y.chunk(size, -1))
 
     def heads(x):
         return x.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)
@@ -179,8 +173,7 @@ def test_with_casts_its_projections_are_those_of_layers(inputs):
     g = torch.randn_like(y)
     wanted.backward(g)
     y.backward(g)
-    weights = torch.cat([layer.weight.grad for layer in parts])
-    assert torch.equal(converted.in_proj_weight.grad, weights)
+    assert torch.equal(converted.in_proj_weight.grad, torch.cat([layer.weight.grad for layer in parts]))
     assert torch.equal(converted.out_proj.weight.grad, out.weight.grad)
 
 
@@ -188,86 +181,42 @@ def names(model):
     return {clean_name(name) for name in quantized_layers(model)}
 
 
-def test_names_of_parameters_stay_and_products_have_theirs():
-    original = nn.TransformerDecoderLayer(WIDTH, HEADS, 64)
-    model = convert(copy.deepcopy(original), "nvfp4")
-    assert model.state_dict().keys() == original.state_dict().keys()
-    model.load_state_dict(original.state_dict())
+def test_products_have_names():
+    model = convert(nn.TransformerDecoderLayer(WIDTH, HEADS, 64), "nvfp4")
     of_each = {f"{name}.{part}" for name in ("self_attn", "multihead_attn") for part in ("in_proj", "out_proj")}
     assert names(model) == of_each | {"linear1", "linear2"}
     separate = convert(nn.MultiheadAttention(WIDTH, HEADS, kdim=32), "nvfp4")
     assert names(separate) == {"q_proj", "k_proj", "v_proj", "out_proj"}
-    restore_classes(model)
-    assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
 
 
-@pytest.mark.parametrize(("kept", "skip"), [("in_proj", "out_proj"), ("out_proj", "in_proj")])
+@each(("kept", "skip"), [("in_proj", "out_proj"), ("out_proj", "in_proj")])
 def test_either_of_its_layers_alone_is_quantized(kept, skip):
     x = torch.randn(QUERIES, BATCH, WIDTH)
     original = nn.MultiheadAttention(WIDTH, HEADS)
-    wanted = {name: convert(copy.deepcopy(original), casts) for name, casts in (("hp", "bf16"), ("both", "mxfp8"))}
+    others = [convert(copy.deepcopy(original), casts) for casts in ("bf16", "mxfp8")]
     one = convert(copy.deepcopy(original), "mxfp8", skip=[skip])
     assert {n for n, layer in quantized_layers(one).items() if layer.casts != LinearCasts()} == {
         "_products.in_proj" if kept == "in_proj" else "out_proj"
     }
-    results = [module(x, x, x)[0] for module in (one, *wanted.values())]
-    assert not torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
+    assert not any(torch.equal(one(x, x, x)[0], other(x, x, x)[0]) for other in others)
     convert(one, "mxfp8", skip=[skip], overrides={kept: "bf16"})
     assert torch.equal(one(x, x, x)[0], original(x, x, x)[0])
 
 
-def copies():
-    def saved(model):
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-
-    return {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "saved": saved}
-
-
-def test_copies_compute_alike_on_weights_of_their_own():
-    x = torch.randn(BATCH, QUERIES, WIDTH)
-    model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4")
-    LayerKeys(model).fill_(0)
-    y = model(x)
-    for how, make in copies().items():
-        copied = make(model)
-        LayerKeys(copied).fill_(0)
-        assert torch.equal(copied(x), y), how
-        nn.init.zeros_(copied.self_attn.in_proj_weight)
-        assert not torch.equal(copied(x), y), how
-    assert torch.equal(model(x), y)
-
-
-def test_recomputed_under_autocast():
-    compare_calls(lambda model: lambda x: checkpoint(model, x, use_reentrant=False), torch.bfloat16)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("skip", [(), ("out_proj", "linear1", "linear2"), ("in_proj", "linear1", "linear2")])
-def test_compiled(dtype, skip):
-    compare_calls(lambda model: torch.compile(model, backend="eager", fullgraph=True), dtype, skip)
-
-
-def compare_calls(how, dtype, skip=()):
-    """Results and gradients of a model that is called in another way equal those of the model to the bit."""
+def test_compiled(autocast, skip):
+    """Results and gradients of a compiled model equal those of the model to the bit."""
     x = torch.randn(BATCH, QUERIES, WIDTH)
     model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4", skip=skip)
     keys = LayerKeys(model)
 
-    def gradients(call):
+    def results(call):
         keys.fill_(5)
-        model.zero_grad()
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            y = call(x)
-        y.float().square().sum().backward()
-        return [y, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return pass_through(model, x, forward=call, autocast=autocast)
 
-    wanted, got = gradients(model), gradients(how(model))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    identical(results(torch.compile(model, backend="eager", fullgraph=True)), results(model))
 
 
 def test_phases_and_histories_of_delayed_scaling():
@@ -285,16 +234,11 @@ def test_phases_and_histories_of_delayed_scaling():
     assert torch.equal(model(x, x, x)[0], original(x, x, x)[0])
 
 
-def test_baked_weights_give_the_same_results():
-    casts = IntegerPrecision(4, activation_bits=None).casts
-    x = torch.randn(QUERIES, BATCH, WIDTH)
-    memory = torch.randn(KEYS, BATCH, WIDTH)
-    model = convert(nn.MultiheadAttention(WIDTH, HEADS), casts)
-    wanted = [model(x, x, x)[0], model(x, memory, memory)[0]]
-    bake(model)
-    assert type(model) is nn.MultiheadAttention
-    for y, inputs in zip(wanted, [(x, x, x), (x, memory, memory)], strict=True):
-        torch.testing.assert_close(model(*inputs)[0], y, rtol=1e-5, atol=1e-6)
+def test_weights_are_baked_unless_parts_share_a_scale():
+    x, memory = torch.randn(QUERIES, BATCH, WIDTH), torch.randn(KEYS, BATCH, WIDTH)
+    model = convert(nn.MultiheadAttention(WIDTH, HEADS), IntegerPrecision(4, activation_bits=None).casts)
+    expected = model(x, memory, memory)[0]
+    torch.testing.assert_close(bake(model)(x, memory, memory)[0], expected, rtol=1e-5, atol=1e-6)
     one_scale = LinearCasts.preset("fp8-current").replace(fprop_x=None, dgrad_g=None, wgrad_g=None, wgrad_x=None)
     with pytest.raises(ValueError, match="parts of its weight share scales"):
         bake(convert(nn.MultiheadAttention(WIDTH, HEADS), one_scale, skip=["out_proj"]))

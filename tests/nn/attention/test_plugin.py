@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision, restore
 from lightning_lowbit.callbacks import GradientNoiseMonitor, OutlierMonitor, PrecisionSummary, QuantizationMonitor
-from tests.lightning_imports import CSVLogger, LightningModule, Trainer
+from tests.lightning_imports import CSVLogger, LightningModule, quiet_trainer
 
 WIDTH = 32
 PRODUCTS = {"own.qk", "own.pv", "block.self_attn.qk", "block.self_attn.pv"}
@@ -51,23 +51,17 @@ class Model(LightningModule):
     val_dataloader = train_dataloader
 
 
-def trainer(plugin, folder, *callbacks, **kwargs):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    quiet |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "limit_val_batches": 1}
-    return Trainer(
-        accelerator="cpu", plugins=[plugin], callbacks=[*callbacks], default_root_dir=folder, **{**quiet, **kwargs}
-    )
+def trainer(plugin, *callbacks, **kwargs):
+    defaults = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "limit_val_batches": 1}
+    return quiet_trainer(plugin, callbacks=[*callbacks], **{**defaults, **kwargs})
 
 
-def fitted(folder, attention="nvfp4", *callbacks, **kwargs):
-    model = Model()
-    run = trainer(
-        FP4Precision("nvfp4", attention=attention, seed=1, quantize_output=True),
-        folder,
-        *callbacks,
-        max_steps=4,
-        **kwargs,
-    )
+def plugin_of(attention=None):
+    return FP4Precision("nvfp4", attention=attention, seed=1, quantize_output=True)
+
+
+def fitted(attention, *callbacks, **kwargs):
+    model, run = Model(), trainer(plugin_of(attention), *callbacks, max_steps=4, **kwargs)
     run.fit(model)
     return run, model
 
@@ -75,7 +69,7 @@ def fitted(folder, attention="nvfp4", *callbacks, **kwargs):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*Starting from v1.9.0")
 def test_training_with_all_monitors(tmp_path, capsys):
     monitors = PrecisionSummary(), QuantizationMonitor(), OutlierMonitor(), GradientNoiseMonitor(kind="layers")
-    run, model = fitted(tmp_path, "nvfp4", *monitors, logger=CSVLogger(tmp_path))
+    _, model = fitted("nvfp4", *monitors, logger=CSVLogger(tmp_path))
     shown = capsys.readouterr().out
     assert "100.0%" in shown
     assert "attention's products have no native GEMM" in shown
@@ -87,16 +81,14 @@ def test_training_with_all_monitors(tmp_path, capsys):
 
 
 def test_a_checkpoint_tells_attention(tmp_path):
-    run, model = fitted(tmp_path, "mxfp8", logger=False)
+    run, model = fitted("mxfp8")
     path = tmp_path / "last.ckpt"
     run.save_checkpoint(path)
-    validated = [
-        trainer(plugin, tmp_path, logger=False).validate(Model(), ckpt_path=path, verbose=False, weights_only=False)
-        for plugin in (
-            LowBitPrecision.from_checkpoint(path),
-            FP4Precision("nvfp4", attention="mxfp8", seed=1, quantize_output=True),
-        )
-    ]
+
+    def validate(plugin):
+        return trainer(plugin).validate(Model(), ckpt_path=path, verbose=False, weights_only=False)
+
+    validated = [validate(plugin) for plugin in (LowBitPrecision.from_checkpoint(path), plugin_of("mxfp8"))]
     assert validated[0] == validated[1]
     restored = restore(Model(), path)
     casts = {name: str(layer.casts) for name, layer in restored.named_modules() if hasattr(layer, "full_casts")}
@@ -104,15 +96,12 @@ def test_a_checkpoint_tells_attention(tmp_path):
     x = next(iter(model.val_dataloader()))
     assert restored(x).float().square().mean().item() == pytest.approx(validated[0][0]["found"], abs=1e-6)
     with pytest.raises(ValueError, match=r"own\.qk, own\.pv"):
-        trainer(FP4Precision("nvfp4", seed=1, quantize_output=True), tmp_path, logger=False).validate(
-            Model(), ckpt_path=path, weights_only=False
-        )
+        validate(plugin_of())
 
 
-def test_phases_and_changed_casts(tmp_path):
-    run, model = fitted(tmp_path, "nvfp4", logger=False)
-    plugin = run.precision_plugin
-    qk = model.own.part("qk")
+def test_phases_and_changed_casts():
+    run, model = fitted("nvfp4")
+    plugin, qk = run.precision_plugin, model.own.part("qk")
     plugin.set_phase("qaf")
     assert qk.casts.quantized_gemms == ("fprop",)
     plugin.set_phase("fqt")
@@ -124,12 +113,9 @@ def test_phases_and_changed_casts(tmp_path):
     assert str(qk.casts) == "mxfp8"
 
 
-def test_refusals():
+def test_arguments():
     for message, attention in {"delayed": "fp8-delayed", "Unknown preset|preset": "fp5"}.items():
         with pytest.raises(ValueError, match=message):
             FP8Precision("current", attention=attention)
     assert "attention='mxfp8'" in repr(FP8Precision("current", attention="mxfp8"))
-
-
-def test_fp8_is_scaled_by_its_own_amax():
-    assert FP8Precision(attention="fp8").attention == LinearCasts.preset("fp8-current")
+    assert FP8Precision(attention="fp8").attention == LinearCasts.preset("fp8-current"), "scaled by its own amax"

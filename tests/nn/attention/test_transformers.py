@@ -16,6 +16,8 @@ pytestmark = [
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 WITHOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
 
 BEFORE_5_15 = Version(hf.__version__) < Version("5.15")
@@ -27,19 +29,7 @@ def models():
     return {
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **SMALL)),
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, **WITHOUT)),
-        "gpt2": lambda: hf.GPT2LMHeadModel(
-            hf.GPT2Config(
-                vocab_size=64,
-                n_embd=32,
-                n_layer=2,
-                n_head=4,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-            )
-        ),
+        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
         "modernbert": lambda: hf.ModernBertForMaskedLM(hf.ModernBertConfig(**SMALL, **TOKENS)),
         "t5": lambda: hf.T5ForConditionalGeneration(
             hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0)

@@ -2,25 +2,16 @@
 
 import math
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.core.watch import observed
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.quant import Operand
 
 KINDS = ("channel", "token")
@@ -30,30 +21,20 @@ CURRENT = LinearCasts.preset("fp8-current")
 QAT = LinearCasts(fprop_x=CURRENT.fprop_x, fprop_w=CURRENT.fprop_w, dgrad_w="fprop", wgrad_x="fprop")
 
 
-def plain_linear(inputs, outputs, bias):
-    return nn.Linear(inputs, outputs, bias=bias)
-
-
 class MLP(nn.Module):
     """A SwiGLU; ``between`` is what the product goes through on its way to the down projection."""
 
-    def __init__(self, hidden=16, channels=24, bias=False, between=None, layer=plain_linear):
+    def __init__(self, hidden=16, channels=24, bias=False, between=None, layer=nn.Linear):
         super().__init__()
         self.gate_proj, self.up_proj = layer(hidden, channels, bias), layer(hidden, channels, bias)
         self.between = nn.Identity() if between is None else between
         self.down_proj = layer(channels, hidden, bias)
-        self.recompute = None
 
     def product(self, x):
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
-    def all_of_it(self, x):
-        return self.down_proj(self.between(self.product(x)))
-
     def forward(self, x):
-        if self.recompute is None:
-            return self.all_of_it(x)
-        return checkpoint(self.all_of_it, x, use_reentrant=self.recompute == "reentrant")
+        return self.down_proj(self.between(self.product(x)))
 
 
 class Named(nn.Module):
@@ -86,22 +67,15 @@ class Net(nn.Module):
         return self.head(x)
 
 
-TINY = {
-    "vocab_size": 31,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1)),
-    "llama-bias": lambda: LlamaForCausalLM(LlamaConfig(**TINY, mlp_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, num_key_value_heads=1)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, num_key_value_heads=1)),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**TINY, num_key_value_heads=1)),
-    "named": lambda: Net(Named),
-}
+def language_model(kind, **settings):
+    sizes = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+MODELS = {kind: partial(language_model, kind) for kind in ("Mistral", "Qwen3", "Gemma")}
+MODELS |= {"Llama": partial(language_model, "Llama", mlp_bias=True), "named": lambda: Net(Named)}
 
 
 def inputs_of(model, seed=0):
@@ -117,28 +91,26 @@ def output_of(model, x):
 
 
 def casts_by_name(model):
-    return {name: layer.casts for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+    return {name: layer.casts for name, layer in quantized_layers(model).items()}
 
 
 def everything(model):
     """What an error must leave as it was."""
-    return {
-        "classes": {name: type(module) for name, module in model.named_modules()},
-        "casts": casts_by_name(model),
-        "full casts": {n: m.full_casts for n, m in model.named_modules() if isinstance(m, QuantizedLayer)},
-        "training": {name: module.training for name, module in model.named_modules()},
-        "hooks": {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()},
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
-        "random numbers": {"state": torch.get_rng_state()},
-    }
+    parts = {name: value.clone() for name, value in model.state_dict().items()}
+    parts["random numbers"] = torch.get_rng_state()
+    for name, module in model.named_modules():
+        casts = (module.casts, module.full_casts) if isinstance(module, QuantizedLayer) else None
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        parts[f"module {name}"] = type(module), module.training, hooks, casts
+    return parts
 
 
 def unchanged(model, before):
-    for what, now in everything(model).items():
-        assert now.keys() == before[what].keys(), f"{what} changed"
-        for name, value in now.items():
-            same = torch.equal(value, before[what][name]) if isinstance(value, Tensor) else value == before[what][name]
-            assert same, f"{what} of {name or 'the model'} changed"
+    now = everything(model)
+    assert now.keys() == before.keys()
+    for name, value in now.items():
+        same = torch.equal(value, before[name]) if isinstance(value, Tensor) else value == before[name]
+        assert same, f"{name} changed"
 
 
 @contextmanager

@@ -1,21 +1,17 @@
 """Why modules are in high precision, and what to do: each remedy does what it says."""
 
-import inspect
-import re
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_lowbit
 from lightning_lowbit import LinearCasts, LowBitPrecision, convert, register_linear
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion import reasons
 from lightning_lowbit.nn.conversion.reasons import Reason, Reasons
+from tests.precision.regression_model import Regression, trainer
 from tests.tables import each
 
 
@@ -101,9 +97,6 @@ def test_each_module_has_its_reason():
     for name, why in WHY.items():
         assert str(found.of(name)).startswith(why), (name, str(found.of(name)))
     assert found.module_reason("body", converted["body"]) is None
-
-
-def test_without_a_plugin_layers_are_not_converted():
     assert str(Reasons(model()).of("body")).startswith("not converted: a LowBitPrecision among the plugins")
 
 
@@ -118,22 +111,11 @@ def test_lazy_layers_wait_for_a_batch_and_say_so():
     assert Reasons(waiting).module_reason("lazy", waiting["lazy"]) is None
 
 
-@pytest.mark.parametrize("again", ["moe.gate", "head"])
+@each("again", ["moe.gate", "head"])
 def test_a_layer_that_is_converted_no_more_has_the_reason_of_one_that_never_was(again):
     converted = convert(convert(model(), "nvfp4", only=[".*"]), "nvfp4")
     assert converted.get_submodule(again).casts == LinearCasts()
     assert str(Reasons(converted).of(again)).startswith(WHY[again])
-
-
-def test_remedies_name_what_there_is():
-    remedies = [value.remedy for value in vars(reasons).values() if isinstance(value, Reason)]
-    remedies.append(str(Reasons(convert(model(), "nvfp4")).of("head")))
-    arguments = inspect.signature(LowBitPrecision).parameters
-    for remedy in remedies:
-        for name in re.findall(r"(\w+)=|\b(overrides|only|skip)\b", remedy):
-            assert "".join(name) in arguments, remedy
-        for name in re.findall(r"\bregister_\w+", remedy):
-            assert hasattr(lightning_lowbit, name), remedy
 
 
 def relu_of(layer, multiply, x):
@@ -160,27 +142,14 @@ def linear_of(weight):
     return layer
 
 
-def lazy_after_a_batch():
-    layer = nn.LazyLinear(64)
-    layer(torch.randn(2, 64))
-    return layer
+def within(odd, **others):
+    return nn.ModuleDict({"odd": odd, **others})
 
 
 def of_a_trainer(layer):
-    class Model(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.odd = layer
-
-        def training_step(self, batch, _):
-            return self.odd(batch[0]).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    model, loader = Model(), DataLoader(TensorDataset(torch.randn(2, 64)))
-    plugin = LowBitPrecision("nvfp4", compute_dtype="fp32")
-    Trainer(fast_dev_run=True, accelerator="cpu", plugins=[plugin], enable_progress_bar=False).fit(model, loader)
+    model = Regression()
+    model.odd = layer
+    trainer(LowBitPrecision("nvfp4", compute_dtype="fp32")).fit(model)
     return model
 
 
@@ -189,51 +158,51 @@ REMEDIES = [
     (
         "register_linear takes it, given that forward",
         lambda: Registered(64, 64),
-        lambda odd: (register_linear(Registered, forward=relu_of), convert(nn.ModuleDict({"odd": odd}), "nvfp4"))[1],
+        lambda odd: (register_linear(Registered, forward=relu_of), convert(within(odd), "nvfp4"))[1],
     ),
     (
         "register_linear takes it for one, if it computes x · Wᵀ + b",
         RegisteredMatrix,
-        lambda odd: (register_linear(RegisteredMatrix), convert(nn.ModuleDict({"odd": odd}), "nvfp4"))[1],
+        lambda odd: (register_linear(RegisteredMatrix), convert(within(odd), "nvfp4"))[1],
     ),
     (
         "experts that are nn.Linear layers are quantized",
         SomeExperts,
-        lambda odd: convert(nn.ModuleDict({"odd": nn.ModuleList(map(linear_of, odd.up))}), "nvfp4"),
+        lambda odd: convert(within(nn.ModuleList(map(linear_of, odd.up))), "nvfp4"),
     ),
     (
         "an nn.Linear with that weight is quantized",
         lambda: nn.Embedding(64, 64),
-        lambda odd: convert(nn.ModuleDict({"odd": linear_of(odd.weight)}), "nvfp4"),
+        lambda odd: convert(within(linear_of(odd.weight)), "nvfp4"),
     ),
     (
         "run one batch before the Trainer starts",
         lambda: nn.LazyLinear(64),
-        lambda _: convert(nn.ModuleDict({"odd": lazy_after_a_batch()}), "nvfp4"),
+        lambda odd: (odd(torch.randn(2, 64)), convert(within(odd), "nvfp4"))[1],
     ),
     (
         "name it in overrides or only to quantize it",
         lambda: nn.Linear(64, 2),
-        lambda odd: convert(nn.ModuleDict({"odd": odd}), "nvfp4", only=["odd"]),
+        lambda odd: convert(within(odd), "nvfp4", only=["odd"]),
     ),
     (
         "name it in overrides or only to quantize it",
         lambda: nn.Linear(64, 2),
-        lambda odd: convert(nn.ModuleDict({"odd": odd}), "nvfp4", overrides={"odd": "nvfp4"}),
+        lambda odd: convert(within(odd), "nvfp4", overrides={"odd": "nvfp4"}),
     ),
     (
         "attention= quantizes attention's",
         Attends,
-        lambda odd: convert(nn.ModuleDict({"odd": odd, "other": nn.Linear(64, 64)}), "nvfp4", attention="nvfp4"),
+        lambda odd: convert(within(odd, other=nn.Linear(64, 64)), "nvfp4", attention="nvfp4"),
     ),
     ("a LowBitPrecision among the plugins of the Trainer converts layers", lambda: nn.Linear(64, 64), of_a_trainer),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Lazy modules are a new feature")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @each("remedy, make, apply", REMEDIES)
 def test_each_remedy_does_what_it_says(remedy, make, apply):
-    model = nn.ModuleDict({"usual": nn.Linear(64, 64), "odd": make()})
+    model = within(make(), usual=nn.Linear(64, 64))
     is_converted = not remedy.startswith("a LowBitPrecision")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of lazy layers

@@ -1,8 +1,5 @@
 """Convolutions under a Trainer: callbacks, checkpoints and what they restore."""
 
-import io
-from contextlib import redirect_stdout
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,7 +17,7 @@ from lightning_lowbit import (
 from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
-from tests.lightning_imports import Callback, LightningModule, quiet_trainer
+from tests.lightning_imports import LightningModule, quiet_trainer
 
 
 class Images(LightningModule):
@@ -46,47 +43,30 @@ class Images(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Metrics(Callback):
-    def __init__(self):
-        self.seen = set()
-
-    def on_train_batch_end(self, trainer, *_):
-        self.seen |= set(trainer.callback_metrics)
-
-
-def fit(plugin, folder, *callbacks, steps=4):
+def fit(plugin, *callbacks, steps=4):
     torch.manual_seed(0)
-    trainer = quiet_trainer(
-        plugin,
-        max_steps=steps,
-        callbacks=[*callbacks],
-        default_root_dir=folder,
-        log_every_n_steps=1,
-        logger=True,
-        enable_checkpointing=True,
-    )
+    trainer = quiet_trainer(plugin, max_steps=steps, callbacks=[*callbacks], log_every_n_steps=1, logger=True)
     trainer.fit(Images())
     return trainer
 
 
-def test_callbacks_see_convolutions(tmp_path):
-    metrics, out, monitor = Metrics(), io.StringIO(), QuantizationMonitor()
-    noise, resets = GradientNoiseMonitor(every_n_steps=2), OsciReset(window=2, every=2, threshold=1.01)
-    with redirect_stdout(out):
-        trainer = fit(FP4Precision("nvfp4", quantize_output=True), tmp_path, monitor, resets, noise, metrics)
-        fit(FP4Precision("nvfp4", quantize_output=True), tmp_path, PrecisionSummary(), steps=1)
-    assert "reset/fprop_w/body" in metrics.seen
+def test_callbacks_see_convolutions(capsys):
+    monitor, noise = QuantizationMonitor(), GradientNoiseMonitor(every_n_steps=2)
+    resets = OsciReset(window=2, every=2, threshold=1.01)
+    trainer = fit(FP4Precision("nvfp4", quantize_output=True), monitor, resets, noise)
+    fit(FP4Precision("nvfp4", quantize_output=True), PrecisionSummary(), steps=1)
+    assert "reset/fprop_w/body" in trainer.callback_metrics
     data = monitor.report_data(trainer)
     assert {"body", "groups"} <= data["quantized_operands"]["layers"].keys()
     assert "body" in data["quantized_weights"]["layers"]
     assert [seen["step"] for seen in noise.report_data(trainer)["gradient_noise"]["ratios"]] == [2, 4]
-    table, _, uncovered = out.getvalue().partition("not covered")
+    table, _, uncovered = capsys.readouterr().out.partition("not covered")
     assert "16×3×3 → 32" in table
     assert "depthwise" in uncovered and "body" not in uncovered
 
 
 def test_a_checkpoint_is_restored_and_baked(tmp_path):
-    trainer = fit(IntegerPrecision(4, activation_bits=None, group="row"), tmp_path)
+    trainer = fit(IntegerPrecision(4, activation_bits=None, group="row"))
     trainer.save_checkpoint(path := tmp_path / "last.ckpt")
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     model = restore(Images(), path).eval()

@@ -43,9 +43,6 @@ def check(layer, shape, casts, autocast, dtype=torch.float32, blend=None, exact=
 def test_convolutions_are_unfolded_linear_layers():
     for layer, shape, casts, autocast in FAST:
         check(layer, shape, casts, autocast)
-
-
-def test_memory_format_blend_and_exactness_do_not_matter():
     layer, shape = nn.Conv2d(32, 16, 3, 2, 1), (2, 32, 7, 6)
     check(layer, shape, "nvfp4", True, channels_last=True)
     check(layer, shape, "nvfp4", False, blend=0.5)

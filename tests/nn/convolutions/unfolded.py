@@ -59,9 +59,7 @@ def by_unfolding(layer, x, g, autocast):
     x = x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         parts = linears(layer)
-        biases = [None] * layer.groups
-        if layer.bias is not None:
-            biases = [nn.Parameter(b) for b in layer.bias.detach().chunk(layer.groups)]
+        biases = [nn.Parameter(b) for b in layer.bias.detach().chunk(layer.groups)]
         if layer.padding_mode != "zeros" or layer.padding == "same":
             pads, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
         else:
@@ -77,10 +75,8 @@ def by_unfolding(layer, x, g, autocast):
         sizes = [(n - s) // t + 1 for n, s, t in zip(padded.shape[2:], spans, layer.stride, strict=True)]
         y = torch.cat(results, -1).movedim(-1, 1).unflatten(2, sizes)
     y.backward(g.to(y.dtype))
-    gradients = {"weight": torch.stack([part.weight.grad for part in parts])}
-    if layer.bias is not None:
-        gradients["bias"] = torch.cat([bias.grad for bias in biases])
-    return {"y": y.detach(), "x": x.grad, **gradients}
+    weight, bias = torch.stack([part.weight.grad for part in parts]), torch.cat([bias.grad for bias in biases])
+    return {"y": y.detach(), "x": x.grad, "weight": weight, "bias": bias}
 
 
 def by_folding(layer, x, g):
@@ -93,26 +89,26 @@ def by_folding(layer, x, g):
         columns = rows.unflatten(2, (k, -1)).permute(0, 3, 2, 1).flatten(1, 2)  # [N, C_out · kernel, pixels]
         settings = layer.kernel_size, layer.dilation, layer.padding, layer.stride
         results.append(F.fold(columns.to(wide(x.dtype)), g.shape[2:], *settings).to(x.dtype))
-    y = torch.cat(results, 1)
-    bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
-    y = y if bias is None else y + bias.view(-1, 1, 1)
+    bias = nn.Parameter(layer.bias.detach().clone())
+    y = torch.cat(results, 1) + bias.view(-1, 1, 1)
     y.backward(g)
-    gradients = {"weight": torch.stack([part.weight.grad for part in parts])}
-    return {"y": y.detach(), "x": x.grad, **gradients, **({} if bias is None else {"bias": bias.grad})}
+    weight = torch.stack([part.weight.grad for part in parts])
+    return {"y": y.detach(), "x": x.grad, "weight": weight, "bias": bias.grad}
 
 
-def passed(layer, x, autocast=False, seed=3):
-    """Output and gradients of a layer, those of a convolution's weight as :func:`rows_of_weight`; and the g."""
+def passed(layer, x, autocast=False):
+    """Output and gradients of a layer, and the gradient of the output."""
     drawn = []
 
     def g(y):
-        drawn.append(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype))
+        drawn.append(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype))
         return drawn[0]
 
     return pass_through(layer, x, g, autocast=autocast), drawn[0]
 
 
 def as_rows(layer, results):
+    """Results with the gradient of the weight as :func:`rows_of_weight`."""
     weight = layer.weight.data
     layer.weight.data = results["weight"]
     rows = rows_of_weight(layer)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 EXPERTS, CHOSEN = 4, 2
+IDENTITIES = 2  # of LongCat, after its experts
 _SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -35,8 +36,8 @@ _LATENT = {
     "head_dim": 8,
     "first_k_dense_replace": 1,
 }
-_SHARED = {"shared_expert_intermediate_size": 32}
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8}
+_DBRX = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
 
 # What each model type needs beside these sizes.
 MODELS = {
@@ -45,7 +46,7 @@ MODELS = {
     "gpt_oss": {},
     "llama4_text": {"intermediate_size_mlp": 32},
     "jetmoe": {},
-    "qwen2_moe": _SHARED,
+    "qwen2_moe": {"shared_expert_intermediate_size": 32},
     "qwen3_moe": {},
     "granitemoe": {},
     "granitemoeshared": {},
@@ -67,9 +68,24 @@ MODELS = {
     "hunyuan_v1_moe": {},
     "aria_text": {"moe_num_experts": EXPERTS, "moe_topk": CHOSEN},
     "flex_olmo": {},
+    "dbrx": {
+        **_DBRX,
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": CHOSEN},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    },
+    "longcat_flash": {
+        **_LATENT,
+        "num_layers": 1,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": CHOSEN,
+        "zero_expert_num": IDENTITIES,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
-# Versions of transformers from which their experts are stacks that other code may multiply.
-_STACKED = {"granitemoe": "5.13", "granitemoeshared": "5.13", "aria_text": "5.18"}
+# Versions of transformers from which they run, and their experts are stacks that other code may multiply.
+_FIRST = {"granitemoe": "5.13", "granitemoeshared": "5.13", "aria_text": "5.18", "dbrx": "5.15"}
 
 
 def settings(name):
@@ -81,16 +97,21 @@ def settings(name):
 
 def tiny(name, **changes):
     """A causal language model of a type, with random weights."""
-    first = _STACKED.get(name, "5.8")
+    first = _FIRST.get(name, "5.8")
     if Version(transformers.__version__) < Version(first):
-        pytest.skip(f"experts of {name} are stacks from transformers {first} on")
+        pytest.skip(f"{name} runs, or has stacks of experts, from transformers {first} on")
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**settings(name), **changes})
     model = AutoModelForCausalLM.from_config(config).float()
-    for parameter in model.parameters():
-        if parameter.dim() == 3:  # some stacks are left empty
-            nn.init.normal_(parameter, std=0.1)
+    for parameter in expert_matrices(model):  # some are left empty
+        nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def expert_matrices(model):
+    """Parameters that hold a matrix for each expert: stacks, or one below the other in DBRX."""
+    of_dbrx = ("mlp.w1", "mlp.v1", "mlp.w2")
+    return [p for name, p in model.named_parameters() if (p.dim() == 3 and p.shape[1] > 1) or name.endswith(of_dbrx)]
 
 
 TOKENS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))

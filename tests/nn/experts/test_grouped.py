@@ -64,7 +64,7 @@ def test_sums_that_bfloat16_holds_are_equal_to_the_bit(casts):
     identical(*both(casts, change=change, data=data))
 
 
-@each("casts", [*PRESETS, WEIGHTS_ALONE])
+@each("casts", [*PRESETS, WEIGHTS_ALONE, {"preset": "fp8-blockwise", "every": {"round_to_bfloat16": True}}])
 def test_random_products_differ_by_two_roundings_at_most(casts):
     expected, results = both(casts)
     for name, tensor in results.items():
@@ -77,14 +77,19 @@ def test_saved_codes_give_the_bits_of_saved_inputs(casts):
     identical(*(both(casts, save=save)[1] for save in ("inputs", "codes")))
 
 
-def test_each_gemm_is_one_call():
+def products(layer):
+    with Operations() as operations:
+        run(layer, *inputs(), autocast=True)
+    return {name: count for name, count in operations.counts.items() if name in PRODUCTS}
+
+
+def test_each_gemm_is_one_call_unless_operands_are_annealed():
     for casts in ("nvfp4", "mxfp8", "fp8-row", "int8"):
         layer, _ = converted(casts, bias=False)
         layer.lowbit.grouped = "native"
-        with Operations() as operations:
-            run(layer, *inputs(), autocast=True)
-        products = {name: count for name, count in operations.counts.items() if name in PRODUCTS}
-        assert products == {"_grouped_mm": 3}, casts
+        assert products(layer) == {"_grouped_mm": 3}, casts
+    set_blend(layer, 0.5)
+    assert "_grouped_mm" not in products(layer)
 
 
 def test_sizes_of_any_number_are_padded():
@@ -155,23 +160,13 @@ def test_what_cannot_be_honored_is_refused(kwargs, text):
         convert(**arguments)
 
 
-def test_passes_in_other_dtypes_are_refused():
+def test_passes_in_other_dtypes_and_on_devices_without_a_kernel_are_refused():
     layer = convert(GroupedLinear(2, 16, 16), "nvfp4", grouped="native")
     LayerKeys(layer).fill_(0)
     with pytest.raises(ValueError, match="multiply in bfloat16, and layers compute in torch.float32: train in bf16"):
         layer(torch.randn(4, 16), [2, 4])
-
-
-def test_devices_without_a_kernel_are_refused():
-    layer = convert(GroupedLinear(2, 16, 16), "nvfp4", grouped="native")
     with pytest.raises(ValueError, match="was not tried on 'mps', or leave grouped out"):
         layer.is_grouped(torch.device("mps"))
-
-
-def test_casts_with_values_that_are_rounded_are_served():
-    expected, results = both({"preset": "fp8-blockwise", "every": {"round_to_bfloat16": True}})
-    for name in ("y", "x", "weight"):
-        torch.testing.assert_close(results[name].float(), expected[name].float(), rtol=2**-6, atol=2**-4)
 
 
 def test_measurements_are_those_of_experts_one_by_one():
@@ -188,27 +183,6 @@ def test_measurements_are_those_of_experts_one_by_one():
         assert sums[1].sums.any()
 
 
-def test_flops_are_those_of_the_loop():
-    counts = []
-    for grouped in ("auto", "native"):
-        has_grouped_gemm.cache_clear()  # its trial counts for nothing
-        model = convert(tiny("gpt_oss", intermediate_size=36), "mxfp8", only=["experts"], grouped=grouped)
-        LayerKeys(model).fill_(0)
-        with GemmCounter(model) as counter, torch.autocast("cpu", torch.bfloat16):
-            logits(model).float().square().mean().backward()
-        counts.append({key: flops for key, flops in counter.gemms.items() if "experts" in key[0]})
-    assert counts[0] == counts[1] and len(counts[0]) == 12
-
-
-def test_annealed_experts_come_one_after_the_other():
-    layer, _ = converted("nvfp4", bias=False)
-    layer.lowbit.grouped = "native"
-    set_blend(layer, 0.5)
-    with Operations() as operations:
-        run(layer, *inputs(), autocast=True)
-    assert "_grouped_mm" not in operations.counts
-
-
 def test_notes_of_summaries_say_which_gemm_serves():
     model = nn.Sequential(GroupedLinear(2, 16, 16))
     convert(model, "mxfp8", grouped="native")
@@ -217,15 +191,17 @@ def test_notes_of_summaries_say_which_gemm_serves():
 
 
 @each("name", ["mixtral", "olmoe", "gpt_oss"])
-def test_experts_of_transformers_have_gradients_of_the_loop(name):
-    gradients = []
+def test_experts_of_transformers_have_gradients_and_flops_of_the_loop(name):
+    gradients, flops = [], []
     for grouped in ("auto", "native"):
-        model = convert(tiny(name), "mxfp8", only=["experts"], grouped=grouped)
+        has_grouped_gemm.cache_clear()  # its trial counts for nothing
+        model = convert(tiny(name, intermediate_size=36), "mxfp8", only=["experts"], grouped=grouped)
         LayerKeys(model).fill_(0)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = logits(model).float().square().mean()
-        loss.backward()
+        with GemmCounter(model) as counter, torch.autocast("cpu", torch.bfloat16):
+            logits(model).float().square().mean().backward()
+        flops.append({key: number for key, number in counter.gemms.items() if "experts" in key[0]})
         gradients.append({n: p.grad.float() for n, p in model.named_parameters() if p.dim() == 3})
+    assert flops[0] == flops[1] and len(flops[0]) == 12
     for key, expected in gradients[0].items():
         assert (gradients[1][key] - expected).norm() <= 2**-5 * expected.norm(), key
 
@@ -245,18 +221,13 @@ def test_runs_train_and_their_checkpoints_tell_it(tmp_path):
     assert not torch.equal(losses["native"], losses["auto"]), "the option changed nothing"
 
 
-def test_plugins_refuse_what_layers_would():
+def test_plugins_refuse_what_layers_would_before_it_is_in_force():
     with pytest.raises(ValueError, match="exact=True does not"):
         FP8Precision("row", exact=True, grouped="native")
     with pytest.raises(ValueError, match="train in bf16"):
         trainer(FP4Precision("nvfp4", compute_dtype="fp32", grouped="native"), max_steps=1).fit(Model())
-
-
-def test_casts_that_no_grouped_gemm_serves_are_refused_in_a_run_before_they_are_in_force():
-    plugin = FP8Precision("row", grouped="native")
-    run = trainer(plugin, max_steps=1)
-    run.fit(Model())
-    before = plugin.casts_of(name := STACK)
+    trainer(plugin := FP8Precision("row", grouped="native"), max_steps=1).fit(Model())
+    before = plugin.casts_of(STACK)
     with pytest.raises(ValueError, match="grouped='native' does not serve the casts of .* not exact in bfloat16"):
-        plugin.set_casts({name: "fp8-blockwise"})
-    assert plugin.casts_of(name) == before
+        plugin.set_casts({STACK: "fp8-blockwise"})
+    assert plugin.casts_of(STACK) == before

@@ -1,4 +1,4 @@
-"""Experts under a precision plugin: what is shown, measured, saved and resumed."""
+"""Experts under a precision plugin: what is estimated, shown, measured, saved and resumed."""
 
 import pytest
 import torch
@@ -6,9 +6,12 @@ import torch.nn.functional as F
 
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, QuantizationMonitor
 from lightning_lowbit.callbacks.layer_table import layer_table
+from lightning_lowbit.cli.lab.estimate.shapes import describe
+from recipes.models import CausalLM
 from tests.lightning_imports import LightningModule
-from tests.nn.experts.models import tiny
+from tests.nn.experts.models import CHOSEN, EXPERTS, settings, tiny
 from tests.precision.regression_model import trainer
+from tests.tables import each
 
 STACK = "model.model.layers.0.mlp.experts.down_proj"
 
@@ -60,3 +63,15 @@ def test_runs_go_on_from_checkpoints(tmp_path):
         assert {*state["state_dict"]} == {*Model().state_dict()}
         if number == 1:
             assert f"{STACK}/fprop_x" in state["lightning_lowbit"]["amax_history"]
+
+
+@each(("name", "rows"), [("olmoe", CHOSEN), ("jetmoe", CHOSEN), ("llama4_text", EXPERTS)])
+def test_estimates_count_the_rows_that_a_token_makes(name, rows):
+    with torch.device("meta"):
+        model = CausalLM(name, settings(name))
+    found, _ = describe(model, FP4Precision("nvfp4", skip=["lm_head"]))
+    stacks = [layer for layer in found.layers if layer.rows > 1]
+    sizes = {tuple(sorted(p.shape[1:])) for p in model.parameters() if p.dim() == 3}
+    assert {tuple(sorted((each.out_features, each.in_features))) for each in stacks} == sizes
+    assert {layer.rows for layer in stacks} == {rows}
+    assert all(arithmetic == "fp4" for layer in stacks for arithmetic in layer.arithmetic.values())

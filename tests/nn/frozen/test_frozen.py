@@ -12,6 +12,7 @@ from lightning_lowbit.nn import PRESETS, LayerKeys, SharedAmaxes, set_phase
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.state import LayerState
 from tests.lightning_imports import quiet_trainer
+from tests.nn.layers import pass_through
 
 
 def frozen_model():
@@ -25,31 +26,16 @@ def frozen_model():
 def passed(model, autocast=True):
     """Output and gradient of the input, with the keys of step 1."""
     LayerKeys(model).fill_(1)
-    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = model(x)
-    y.float().square().sum().backward()
-    return y.detach(), x.grad
-
-
-def packs(name):
-    try:
-        pack_frozen(frozen_model(), name)
-    except ValueError as error:
-        assert "cannot keep these weights as codes" in str(error)
-        return False
-    return True
-
-
-PACKED = [name for name in PRESETS if packs(name)]
-
-
-def test_presets_that_pack():
-    assert not {*PRESETS} - {*PACKED} ^ {"bf16", "nvfp4-row", "ufp4", "fp8-delayed"}
+    results = pass_through(model, torch.randn(40, 96, generator=torch.Generator().manual_seed(1)), autocast=autocast)
+    return results["y"], results["x"]
 
 
 def test_equals_matrices_to_the_bit():
-    for name in PACKED:
+    for name in PRESETS:
+        if name in ("bf16", "nvfp4-row", "ufp4", "fp8-delayed"):
+            with pytest.raises(ValueError, match="cannot keep these weights as codes"):
+                pack_frozen(frozen_model(), name)
+            continue
         for autocast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
             expected, gradient = passed(convert(frozen_model(), name), autocast)
             y, dx = passed(pack_frozen(frozen_model(), name, dtype=dtype), autocast)
@@ -91,27 +77,50 @@ def test_a_state_dict_loads_as_bytes_and_as_matrices():
         assert torch.equal(loaded[0].weight, packed[0].weight)
 
 
+def several_products():
+    return nn.Sequential(nn.Linear(32, 32), nn.MultiheadAttention(32, 2)).requires_grad_(False)
+
+
+def projections():
+    return nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).requires_grad_(False)
+
+
+def test_refusals_change_nothing():
+    packed, sharing = pack_frozen(frozen_model(), "nvfp4"), convert(projections(), "nvfp4")
+    SharedAmaxes(sharing, ["q|k"]).measure()
+    data, mixed = packed[0].weight, nn.Sequential(nn.Linear(32, 32), frozen_model())
+    pack_frozen(convert(mixed, "nvfp4"), "nvfp4")
+    is_packed = r"it is kept as codes of e2m1.* \(unpack_frozen makes it a matrix\)"
+    for call, message in (
+        (lambda: pack_frozen(nn.Sequential(nn.Linear(32, 32)), "nvfp4"), "none is frozen"),
+        (lambda: pack_frozen(frozen_model(), "fp8-delayed"), "scaled by the history"),
+        (lambda: pack_frozen(frozen_model(), "ufp4"), "rotates weights"),
+        (lambda: convert(packed, "int4"), "Give the layer casts with the same fprop_w"),
+        (lambda: convert(mixed, "int4"), "same fprop_w"),
+        (lambda: packed(torch.randn(4, 32)), "takes 96 features"),
+        (lambda: pack_frozen(packed, "int4"), is_packed),
+        (lambda: pack_frozen(packed, "nvfp4", dtype=torch.float32), is_packed),
+        (lambda: SharedAmaxes(pack_frozen(projections(), "nvfp4"), ["q|k"]), "q, k: the weights are kept as codes"),
+        (lambda: pack_frozen(sharing, "nvfp4"), "shares an amax"),
+        (
+            lambda: pack_frozen(several_products(), "nvfp4"),
+            r"1\.in_proj: MultiheadAttention does not keep",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert pack_frozen(packed, "nvfp4")[0].weight is data, "a second call"
+    for model in (packed, mixed):
+        assert {layer.full_casts for layer in quantized_layers(model).values()} == {LinearCasts.preset("nvfp4")}
+    assert not quantized_layers(pack_frozen(several_products(), "nvfp4", skip=["1"])[1])
+
+
 def test_only_frozen_weights_are_packed():
     model = frozen_model()
     model[2].weight.requires_grad_(True)
     pack_frozen(model, "nvfp4")
     assert model[0].lowbit.frozen is not None
     assert type(model[2]) is nn.Linear
-
-
-def test_refusals():
-    packed = pack_frozen(frozen_model(), "nvfp4")
-    cases = [
-        (lambda: pack_frozen(nn.Sequential(nn.Linear(32, 32)), "nvfp4"), "none is frozen"),
-        (lambda: pack_frozen(frozen_model(), "fp8-delayed"), "scaled by the history"),
-        (lambda: pack_frozen(frozen_model(), "ufp4"), "rotates weights"),
-        (lambda: convert(packed, "int4"), "Give the layer casts with the same fprop_w"),
-        (lambda: packed(torch.randn(4, 32)), "takes 96 features"),
-    ]
-    for call, message in cases:
-        with pytest.raises(ValueError, match=message):
-            call()
-    assert packed[0].lowbit.frozen is not None and packed[0].full_casts == LinearCasts.preset("nvfp4")
 
 
 def test_settings_of_other_layers_stay():
@@ -121,40 +130,6 @@ def test_settings_of_other_layers_stay():
     pack_frozen(model, "nvfp4")
     assert all(getattr(model[0].lowbit, name) == getattr(before, name) for name in LayerState.__slots__)
     assert model[1][0].lowbit.frozen is not None
-
-
-def test_a_second_call_changes_nothing_and_other_settings_are_refused():
-    packed = pack_frozen(frozen_model(), "nvfp4")
-    data = packed[0].weight
-    assert pack_frozen(packed, "nvfp4")[0].weight is data
-    for arguments in ({"casts": "int4"}, {"casts": "nvfp4", "dtype": torch.float32}):
-        with pytest.raises(ValueError, match=r"it is kept as codes of e2m1.* \(unpack_frozen makes it a matrix\)"):
-            pack_frozen(packed, **arguments)
-
-
-def test_amaxes_are_not_shared_with_codes():
-    packed = pack_frozen(nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).requires_grad_(False), "nvfp4")
-    with pytest.raises(ValueError, match="shared_amax: q, k: the weights are kept as codes"):
-        SharedAmaxes(packed, ["q|k"])
-    sharing = convert(nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).requires_grad_(False), "nvfp4")
-    SharedAmaxes(sharing, ["q|k"]).measure()
-    with pytest.raises(ValueError, match="shares an amax"):
-        pack_frozen(sharing, "nvfp4")
-
-
-def test_modules_of_several_products_are_refused():
-    model = nn.Sequential(nn.Linear(32, 32), nn.MultiheadAttention(32, 2)).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"1\.in_proj: MultiheadAttention does not keep its weight as nn.Linear does"):
-        pack_frozen(model, "nvfp4")
-    assert not quantized_layers(pack_frozen(model, "nvfp4", skip=["1"])[1])
-
-
-def test_refused_casts_change_no_layer():
-    model = nn.Sequential(nn.Linear(32, 32), frozen_model())
-    pack_frozen(convert(model, "nvfp4"), "nvfp4")
-    with pytest.raises(ValueError, match="same fprop_w"):
-        convert(model, "int4")
-    assert {layer.full_casts for layer in quantized_layers(model).values()} == {LinearCasts.preset("nvfp4")}
 
 
 def test_the_dtype_of_the_computation_may_be_another():

@@ -4,24 +4,26 @@ Each run is made twice, with weights that are quantized before they are gathered
 """
 
 import sys
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, LowBitPrecision, Scale, convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.distributed.spreads import full
+from tests.launch import refusal
 from tests.precision.regression_model import trainer
+from tests.ranks import Regression
 
 RANKS, STEPS = 2, 3
 
@@ -50,7 +52,7 @@ CASTS = {
 }
 
 
-class Network(LightningModule):
+class Network(Regression):
     """Learns from batches that follow from their place; each rank has its own.
 
     Args:
@@ -62,25 +64,22 @@ class Network(LightningModule):
     """
 
     def __init__(self, sizes=(40, 64, 96, 32, 4), recompute=False, by_hand=False, **kwargs):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            layers = [nn.Linear(m, n, bias=n != sizes[-1]) for m, n in zip(sizes, sizes[1:], strict=False)]
-        self.layers = nn.ModuleList(layers)
         self.sizes, self.recompute, self.how = sizes, recompute, kwargs
+        super().__init__(shard=True)
         self.automatic_optimization = not by_hand
-        self.sharded = False
         self.losses = []
-        self.whole = []
+
+    def build(self):
+        pairs = zip(self.sizes, self.sizes[1:], strict=False)
+        self.layers = nn.ModuleList(nn.Linear(m, n, bias=n != self.sizes[-1]) for m, n in pairs)
 
     def configure_model(self):
-        if self.sharded or self.device_mesh is None:
+        if not self.shard or self.device_mesh is None:
             return
-        mesh = self.device_mesh["data_parallel"]
-        for layer in self.layers[1:]:  # the first one belongs to the root, which stays gathered after a forward pass
-            fully_shard(layer, mesh=mesh, **self.how)
-        fully_shard(self, mesh=mesh, **self.how)
-        self.sharded = True
+        mesh, self.shard = self.device_mesh["data_parallel"], False
+        # The first layer belongs to the root, which stays gathered after a forward pass.
+        for module in (*self.layers[1:], self):
+            fully_shard(module, mesh=mesh, **self.how)
 
     def forward(self, x):
         for layer in self.layers:
@@ -108,38 +107,34 @@ class Network(LightningModule):
     def validation_step(self, batch, batch_idx):
         self.loss(1000 + 2 * batch_idx + self.global_rank)
 
-    def train_dataloader(self):
-        return DataLoader(range(64))
-
-    val_dataloader = train_dataloader
+    def val_dataloader(self):
+        return self.train_dataloader()
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
-    def on_train_end(self):
-        self.whole = [full(p) for p in self.parameters()]
+
+def at_each_step(act):
+    """A callback that calls a function with the Trainer and the model."""
+    return LambdaCallback(on_train_batch_start=lambda trainer, model, *_: act(trainer, model))
 
 
-class Phases(Callback):
-    """Enters a phase in each step, also one in which nothing can be gathered in few bits, and leaves it."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        trainer.precision_plugin.set_phase(("fqt", "qaf", "fqt")[trainer.global_step])
-
-
-class Blend(Callback):
-    """Quantizes half way in the second step."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        trainer.precision_plugin.set_blend((1.0, 0.5, 1.0)[trainer.global_step])
+@at_each_step
+def phases(trainer, _):
+    """Also one in which nothing can be gathered in few bits; and leaves it."""
+    trainer.precision_plugin.set_phase(("fqt", "qaf", "fqt")[trainer.global_step])
 
 
-class Rewrite(Callback):
+@at_each_step
+def blend(trainer, _):
+    trainer.precision_plugin.set_blend((1.0, 0.5, 1.0)[trainer.global_step])
+
+
+@at_each_step
+def rewrite(_, model):
     """Other weights, in ways that no version counter tells of."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        for parameter in pl_module.parameters():
-            parameter.data.to_local().data.mul_(1.5)
+    for parameter in model.parameters():
+        parameter.data.to_local().data.mul_(1.5)
 
 
 class Bytes(TorchDispatchMode):
@@ -172,31 +167,36 @@ def outcome(network):
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+WIDE = {"sizes": (1024, 256)}
 EVALUATE = {"val_check_interval": 1, "limit_val_batches": 2}
 
 # By name: casts, arguments of the model, arguments of `train`.
 RUNS = {
-    **{name: (name, {}, dict) for name in CASTS},
-    "kept after forward": ("nvfp4-nvidia", {"reshard_after_forward": False}, lambda: EVALUATE),
-    "stochastic, evaluated": ("stochastic", {}, lambda: EVALUATE),
-    "bf16 policy": ("nvfp4-nvidia", {"mp_policy": BF16}, dict),
-    "bf16 policy, rows": ("rows", {"mp_policy": BF16}, dict),
-    "fp16": ("fp8-current", {}, lambda: {"dtype": "fp16"}),
-    "float32": ("nvfp4-nvidia", {}, lambda: {"dtype": "fp32"}),
-    "phases": ("nvfp4-nvidia", {}, lambda: {**EVALUATE, "callbacks": [Phases()]}),
-    "blend": ("fp8-current", {}, lambda: {"callbacks": [Blend()]}),
-    "accumulated": ("fp8-delayed", {}, lambda: {**EVALUATE, "accumulate_grad_batches": 2}),
-    "accumulated, kept": ("stochastic", {"reshard_after_forward": False}, lambda: {"accumulate_grad_batches": 2}),
-    "rewritten": ("fp8-current", {}, lambda: {"callbacks": [Rewrite()]}),
-    "shared": ("nvfp4-nvidia", {}, lambda: {**EVALUATE, "shared": (r"layers\.[012]",)}),
-    "shared, delayed": ("fp8-delayed", {}, lambda: {"accumulate_grad_batches": 2, "shared": (r"layers\.[12]",)}),
-    "shared, rewritten": ("fp8-current", {}, lambda: {"callbacks": [Rewrite()], "shared": (r"layers\.[12]",)}),
-    "recomputed": ("stochastic", {"recompute": True}, dict),
-    "by hand": ("fp8-current", {"by_hand": True}, dict),
-    "odd": ("fp8-current", {"sizes": (7, 5, 3, 1)}, dict),
-    "odd blocks": ("stochastic", {"sizes": (23, 31, 7, 1)}, dict),
-    "odd mean": ("ternary", {"sizes": (7, 5, 3, 1)}, dict),
-    "offloaded": ("ternary", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, dict),
+    **{name: (name, {}, {}) for name in CASTS},
+    "kept after forward": ("nvfp4-nvidia", {"reshard_after_forward": False}, EVALUATE),
+    "stochastic, evaluated": ("stochastic", {}, EVALUATE),
+    "bf16 policy": ("nvfp4-nvidia", {"mp_policy": BF16}, {}),
+    "bf16 policy, rows": ("rows", {"mp_policy": BF16}, {}),
+    "fp16": ("fp8-current", {}, {"dtype": "fp16"}),
+    "float32": ("nvfp4-nvidia", {}, {"dtype": "fp32"}),
+    "phases": ("nvfp4-nvidia", {}, {**EVALUATE, "callbacks": [phases]}),
+    "blend": ("fp8-current", {}, {"callbacks": [blend]}),
+    "accumulated": ("fp8-delayed", {}, {**EVALUATE, "accumulate_grad_batches": 2}),
+    "accumulated, kept": ("stochastic", {"reshard_after_forward": False}, {"accumulate_grad_batches": 2}),
+    "rewritten": ("fp8-current", {}, {"callbacks": [rewrite]}),
+    "shared": ("nvfp4-nvidia", {}, {**EVALUATE, "shared": (r"layers\.[012]",)}),
+    "shared, delayed": ("fp8-delayed", {}, {"accumulate_grad_batches": 2, "shared": (r"layers\.[12]",)}),
+    "shared, rewritten": ("fp8-current", {}, {"callbacks": [rewrite], "shared": (r"layers\.[12]",)}),
+    "recomputed": ("stochastic", {"recompute": True}, {}),
+    "by hand": ("fp8-current", {"by_hand": True}, {}),
+    "odd": ("fp8-current", {"sizes": (7, 5, 3, 1)}, {}),
+    "odd blocks": ("stochastic", {"sizes": (23, 31, 7, 1)}, {}),
+    "odd mean": ("ternary", {"sizes": (7, 5, 3, 1)}, {}),
+    "wide nvfp4": ("stochastic", WIDE, {"max_steps": 1}),
+    "wide nvfp4, bf16 policy": ("stochastic", {**WIDE, "mp_policy": BF16}, {"max_steps": 1}),
+    "wide fp8": ("fp8-current", WIDE, {"max_steps": 1}),
+    "wide ternary": ("ternary", WIDE, {"max_steps": 1}),
+    "offloaded": ("ternary", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
 }
 
 
@@ -207,21 +207,11 @@ def compare(name):
     outcomes = []
     for before in (False, True):
         with Bytes() as counted:
-            network, _ = train(CASTS[casts], before, model, **how())
+            network, _ = train(CASTS[casts], before, model, **how)
         outcomes.append(outcome(network))
         found["bytes"].append(counted.gathered)
         found["calls"].append(counted.calls)
     return found | {"same": torch.equal(*outcomes), "finite": bool(outcomes[0].isfinite().all())}
-
-
-def share(casts, model):
-    """Bytes of all-gathers of a training with weights quantized before, over those of one without."""
-    gathered = []
-    for before in (False, True):
-        with Bytes() as counted:
-            train(CASTS[casts], before, {"sizes": (1024, 256), **model}, max_steps=1)
-        gathered.append(counted.gathered)
-    return gathered[1] / gathered[0]
 
 
 def resumed(whole):
@@ -263,21 +253,9 @@ def by_replicas(shape):
     return torch.equal(*gradients)
 
 
-def refused(casts, strategy=None, **model):
+def fit(casts, strategy=None, **model):
     plugin = LowBitPrecision(casts, quantize_before_gather=True)
-    try:
-        trainer(plugin, devices=RANKS, strategy=strategy or ModelParallelStrategy(RANKS, 1)).fit(Network(**model))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-SHARES = {
-    "nvfp4, float32": ("stochastic", {}),
-    "nvfp4, bfloat16": ("stochastic", {"mp_policy": BF16}),
-    "fp8, float32": ("fp8-current", {}),
-    "ternary, float32": ("ternary", {}),
-}
+    trainer(plugin, devices=RANKS, strategy=strategy or ModelParallelStrategy(RANKS, 1)).fit(Network(**model))
 
 
 @backend("cpp")
@@ -286,14 +264,13 @@ def work():
     asked = sys.argv[3:]
     return {
         "runs": {name: compare(name) for name in asked if name in RUNS},
-        "shares": {name: share(*SHARES[name]) for name in asked if name in SHARES},
         "resumed": {kind: resumed(kind == "whole") for kind in ("whole", "distributed") if kind in asked},
         "again": again(),
         "by replicas": by_replicas((2, 1)) and by_replicas((1, 2)),
         "refused": {
-            "casts": refused("nvfp4"),
-            "tiles": refused("nvfp4-nvidia", sizes=(32, 24, 8)),
-            "dtype": refused(CASTS["int8, not rounded"], mp_policy=BF16),
-            "strategy": refused("nvfp4-nvidia", "ddp"),
+            "casts": refusal(fit, "nvfp4"),
+            "tiles": refusal(partial(fit, "nvfp4-nvidia", sizes=(32, 24, 8))),
+            "dtype": refusal(partial(fit, CASTS["int8, not rounded"], mp_policy=BF16)),
+            "strategy": refusal(fit, "nvfp4-nvidia", "ddp"),
         },
     }

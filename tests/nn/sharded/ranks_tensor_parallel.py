@@ -18,7 +18,8 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.quant.statistics import MAXIMA, SAMPLE, SUMS, merge_statistics_
 from tests.distributed.spreads import full
-from tests.nn.layers import remember, spied, token_amax, value
+from tests.launch import refusal
+from tests.nn.layers import pass_through, remember, spied, token_amax, value
 from tests.nn.named_casts import CASTS, REMEMBERED
 
 RANKS, TOKENS = 2, 32
@@ -46,12 +47,8 @@ def passes(layer, x, g, tokens, autocast):
     """A forward and a backward pass: the operands, and y and the gradients."""
     if layer.casts.smooth == "token":
         layer.lowbit.token_amax = tokens
-    x = x.clone().requires_grad_()
     with spied() as seen:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = layer(x)
-        y.backward(g.to(y.dtype))
-    results = {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+        results = pass_through(layer, x, g, autocast=autocast)
     return {name: value(operand) for name, operand in seen.items()}, {
         name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in results.items()
     }
@@ -159,28 +156,18 @@ def compiled():
     return told
 
 
-def refused(sizes, style, casts):
-    """What a layer says that cannot be parallelized."""
+def run_parallel(sizes, style, casts):
+    """Of a layer that cannot be parallelized."""
     layer = nn.Linear(*sizes)
     parallelize_module(layer, init_device_mesh("cpu", (RANKS,)), STYLES[style]())
     prepare(convert(layer, casts))
-    cut = CUT[style]
-    try:
-        y = layer(part(torch.randn(TOKENS, sizes[0]), 1 if "x" in cut else None))
-        y.sum().backward()
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    layer(part(torch.randn(TOKENS, sizes[0]), 1 if "x" in CUT[style] else None)).sum().backward()
 
 
 def plain_input():
     layer = parallelize_module(nn.Linear(32, 32), init_device_mesh("cpu", (RANKS,)), ColwiseParallel())
     prepare(convert(layer, "nvfp4"))
-    try:
-        QuantizedLayer.forward(layer, torch.randn(4, 32))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    QuantizedLayer.forward(layer, torch.randn(4, 32))
 
 
 @backend("cpp")
@@ -194,13 +181,14 @@ def work():
             casts = CASTS[name] if name in CASTS else LinearCasts.preset(name)
             for style in STYLES:
                 runs[f"{name}, {style}, {size}"] = casts, style, SIZES[size], True, False
+    rotated = LinearCasts.preset("fp8-current").replace(hadamard={"fprop": 64})
     return {
         "differences": {case: differences(*runs[case]) for case in sys.argv[3:] if case in runs},
         "compiled": compiled() if "compiled" in sys.argv[3:] else {},
         "refused": {
-            "blocks": refused((80, 64), "row", "nvfp4"),
-            "tiles": refused((64, 80), "column", "nvfp4-nvidia"),
-            "groups": refused((96, 64), "row", LinearCasts.preset("fp8-current").replace(hadamard={"fprop": 64})),
-            "plain": plain_input(),
+            "blocks": refusal(run_parallel, (80, 64), "row", "nvfp4"),
+            "tiles": refusal(run_parallel, (64, 80), "column", "nvfp4-nvidia"),
+            "groups": refusal(run_parallel, (96, 64), "row", rotated),
+            "plain": refusal(plain_input),
         },
     }

@@ -1,6 +1,7 @@
 """Weights that are quantized before FSDP2 gathers them: fewer bytes, and the same results to the bit."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale, convert
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.nn.sharded.gather import WeightGathers, casts_obstacle
+from tests.distributed.spreads import full
 from tests.launch import launch
-from tests.nn.sharded.ranks_gather import CASTS, RANKS, RUNS, STEPS
+from tests.nn.layers import pass_through
+from tests.nn.sharded.ranks_gather import CASTS, NVFP4, RANKS, RUNS, STEPS
 from tests.pairwise import selected
 from tests.precision.regression_model import Regression, trainer
 from tests.tables import each
@@ -44,14 +47,15 @@ def test_one_collective_measures_all_weights(ranks, name):
         assert after - before == (STEPS if cast.scale.needs_amax or cast.scale.block == "tensor" else 0)
 
 
-@pytest.mark.fast("nvfp4, bfloat16-4.5-16", "ternary, float32-2-32")
+@pytest.mark.fast("wide nvfp4, bf16 policy-4.5-16", "wide ternary-2-32")
 @pytest.mark.parametrize(
     "name, bits, of",
-    [("nvfp4, float32", 4.5, 32), ("nvfp4, bfloat16", 4.5, 16), ("fp8, float32", 8, 32), ("ternary, float32", 2, 32)],
+    [("wide nvfp4", 4.5, 32), ("wide nvfp4, bf16 policy", 4.5, 16), ("wide fp8", 8, 32), ("wide ternary", 2, 32)],
 )
 def test_codes_and_scales_are_what_travels(ranks, name, bits, of):
     for results in ranks:
-        assert results["shares"][name] == pytest.approx(bits / of, rel=0.001)
+        before, after = results["runs"][name]["bytes"]
+        assert after / before == pytest.approx(bits / of, rel=0.001)
 
 
 @pytest.mark.fast("distributed")
@@ -60,12 +64,12 @@ def test_runs_go_on_from_checkpoints_either_way(ranks, kind):
     assert all(results["resumed"][kind] == [True, True] for results in ranks)
 
 
-@pytest.mark.parametrize("what", ["again", "by replicas"])
+@each("what", ["again", "by replicas"])
 def test_what_else_is_the_same(ranks, what):
     assert all(results[what] for results in ranks)
 
 
-@pytest.mark.parametrize(
+@each(
     "case, message",
     [
         ("casts", "layers.0, .*: dgrad_w is not .* that the forward pass used. Take casts whose.*overrides"),
@@ -86,18 +90,13 @@ def test_one_process_without_shards_is_refused():
     assert type(model.first) is nn.Linear  # nothing has been changed
 
 
-# --- what casts allow -------------------------------------------------------------------------------------------------
-
-NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-
-
 @each(
     "casts, why",
     [
         ("bf16", "fprop_w is not quantized"),
         ("nvfp4", "dgrad_w is not"),
         ("fp8-row", "dgrad_w is not"),
-        ({"fprop_w": NEAREST}, "dgrad_w is not"),
+        ({"fprop_w": NVFP4}, "dgrad_w is not"),
         ({"fprop_w": Cast("int4", Scale("fp32", 16, statistic="minmax")), "dgrad_w": "fprop"}, "zero points"),
         ({"preset": "fp8-current", "hadamard": {"fprop": 16}}, "dgrad_w is not"),
         ({"preset": "nvfp4-nvidia", "subtract_mean": ["fprop"]}, "takes the weight itself"),
@@ -105,6 +104,7 @@ NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
         ({"preset": "fp8-current", "smooth": "channel"}, "smooth"),
         ({"preset": "nvfp4-row", "dgrad_w": "fprop"}, "a second level per row"),
         ({"preset": "nvfp4-row", "requantize": ["dgrad_w"]}, "a second level per row"),
+        *((LinearCasts.preset("nvfp4-nvidia").phase(phase), "") for phase in ("qaf", "hp-forward", "bf16")),
         ("quartet2", None),
         *((name, None) for name in ("nvfp4-nvidia", "fp8-current", "fp8-delayed", "ternary", "int4", "e1m2")),
         ({"preset": "fp8-current", "smooth": "token"}, None),
@@ -112,16 +112,8 @@ NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
     ],
 )
 def test_what_stands_in_the_way(casts, why):
-    found = casts_obstacle(LinearCasts.of(casts))
-    assert (found is None) if why is None else (found is not None and why in found)
-
-
-@pytest.mark.parametrize("phase", ["qaf", "hp-forward", "bf16"])
-def test_phases_in_which_a_gemm_takes_the_weight_itself(phase):
-    assert casts_obstacle(LinearCasts.preset("nvfp4-nvidia").phase(phase)) is not None
-
-
-# --- without a Trainer, on one process --------------------------------------------------------------------------------
+    reason = casts_obstacle(LinearCasts.of(casts))
+    assert reason is None if why is None else why in reason
 
 
 @pytest.fixture
@@ -143,13 +135,10 @@ def make(casts, **kwargs):
 
 
 def passes(model, autocast=True):
+    """Output and gradients of the parameters."""
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = model(x)
-    y.float().square().sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    return [y.detach(), *(gradient.full_tensor() for gradient in gradients)]
+    results = pass_through(model, x, autocast=autocast, needs_x=False).values()
+    return [full(tensor) for tensor in results if tensor is not None]
 
 
 @pytest.mark.pairwise(1)
@@ -164,7 +153,7 @@ def test_one_process_has_nothing_to_send(name, exact):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("change", ["nan", "inf"])
+@each("change", ["nan", "inf"])
 def test_what_is_not_finite_shows(change):
     outcomes = []
     for before in (False, True):
@@ -193,11 +182,18 @@ def test_calls_of_one_layer_share_the_weight_that_was_gathered():
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_pass_in_another_dtype_is_refused():
-    model = make("fp8-current")
+@each(
+    "casts, autocast, message",
+    [
+        ("fp8-current", False, "quantized in torch.bfloat16.*in torch.float32"),
+        ("fp8-delayed", True, "Delayed scaling needs histories"),
+    ],
+)
+def test_passes_that_cannot_be_computed_are_refused(casts, autocast, message):
+    model = make(casts)
     WeightGathers(model, torch.bfloat16).prepare()
-    with pytest.raises(ValueError, match="quantized in torch.bfloat16.*in torch.float32"):
-        passes(model, autocast=False)
+    with pytest.raises(ValueError, match=message):
+        passes(model, autocast=autocast)
 
 
 @pytest.mark.usefixtures("alone")
@@ -213,14 +209,6 @@ def test_compiled_layers_take_what_was_gathered():
 
 
 @pytest.mark.usefixtures("alone")
-def test_delayed_scaling_still_needs_histories():
-    model = make("fp8-delayed")
-    WeightGathers(model, torch.bfloat16).prepare()
-    with pytest.raises(ValueError, match="Delayed scaling needs histories"):
-        passes(model)
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_model_is_let_go():
     model = make("fp8-current")
     expected = passes(model)
@@ -232,21 +220,7 @@ def test_a_model_is_let_go():
         assert all(map(torch.equal, passes(model), expected))
 
 
-@pytest.mark.usefixtures("alone")
-@each("how", ["in place", "by data", "by the optimizer", "loaded", "assigned"])
-def test_changed_weights_are_measured_anew(how):
-    """Also within one step, that is without `prepare`, where a version tells."""
-    model, twin = make("fp8-current"), make("fp8-current")
-    gathers = WeightGathers(model, torch.bfloat16)
-    gathers.prepare()
-    CHANGES[how](model)
-    CHANGES[how](twin)
-    if how == "by data":
-        gathers.prepare()
-    assert all(map(torch.equal, passes(model), passes(twin)))
-
-
-def _optimize(model):
+def optimize(model):
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.ones(2, 24)).sum()
     loss.backward()
@@ -254,25 +228,29 @@ def _optimize(model):
     model.zero_grad()
 
 
-def _in_place(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
+@torch.no_grad()
+def multiply(model):
+    for parameter in model.parameters():
+        parameter.mul_(3)
 
 
-def _by_data(model):
+def multiply_data(model):
     for parameter in model.parameters():
         parameter.data.to_local().data.mul_(3)
 
 
-def _load(model, assign=False):
+def load(model, assign=False):
     model.load_state_dict({name: 3 * value for name, value in model.state_dict().items()}, assign=assign)
 
 
-CHANGES = {
-    "in place": _in_place,
-    "by data": _by_data,
-    "by the optimizer": _optimize,
-    "loaded": _load,
-    "assigned": lambda model: _load(model, assign=True),
-}
+@pytest.mark.usefixtures("alone")
+@each("change", [multiply, multiply_data, optimize, load, partial(load, assign=True)])
+def test_changed_weights_are_measured_anew(change):
+    """Also within one step, that is without `prepare`, where a version tells."""
+    model, twin = make("fp8-current"), make("fp8-current")
+    gathers = WeightGathers(model, torch.bfloat16)
+    gathers.prepare()
+    change(model), change(twin)
+    if change is multiply_data:
+        gathers.prepare()
+    assert all(map(torch.equal, passes(model), passes(twin)))

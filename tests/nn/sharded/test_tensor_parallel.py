@@ -15,6 +15,7 @@ from tests.launch import launch
 from tests.nn.named_casts import CASTS
 from tests.nn.sharded.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
 from tests.pairwise import selected
+from tests.tables import each
 
 CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
 CASES += [f"{name}, {style}, {size}" for size in SIZES if size != "even" for name in UNEVEN for style in STYLES]
@@ -45,7 +46,7 @@ def test_generated_code_has_the_same_gradients(ranks, compiled):
         assert not wrong, f"rank {rank}: {wrong}"
 
 
-@pytest.mark.parametrize(
+@each(
     "what, message",
     [
         ("blocks", "cut after each 40 of dimension 1, in the middle of blocks of 16"),
@@ -60,7 +61,6 @@ def test_what_has_no_scale_is_refused_on_all_ranks(ranks, what, message):
 
 
 def test_a_rotated_shard_is_one_of_a_padded_matrix():
-    """Random bits belong to elements of the matrix that was rotated, which is padded to whole groups."""
     shards = Shards(x=Shard("", dim=1, start=16, step=16, size=31))
     casts = LinearCasts.preset("ufp4")
     how = How(casts, torch.float32, torch.device("cpu"), shards=shards)

@@ -135,8 +135,8 @@ class UNet(nn.Module):
         return self.last(torch.cat([self.up(x), outer], dim=1))
 
 
-def tower(inputs, hidden):
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 4))
+def tower(inputs, hidden, outputs=4):
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
 HADAMARD = {"fprop": 16, "dgrad": Hadamard(16, "keyed"), "wgrad": Hadamard(32, "keyed")}

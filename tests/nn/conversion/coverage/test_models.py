@@ -33,10 +33,9 @@ def fused_backward(forward):
     return forward * 5 // 2
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("keys", [TOKENS, 7])
+@each("need_weights", [False, True])
+@each("keys", [TOKENS, 7])
 def test_multihead_attention(need_weights, keys):
-    """Its projections are products of a host, and its attention is in high precision."""
     model = low_bit(
         Applied(
             lambda self, x, m: self.head(self.mha(x, m, m, need_weights=need_weights)[0]),
@@ -64,20 +63,10 @@ def encoder_layer():
 
 PRODUCTS = attention(BATCH, TOKENS, TOKENS, WIDTH)
 ENCODER_ATTENTION = 4 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + PRODUCTS
-
-
-def encoder_gemms(without=()):
-    return {
-        "self_attn.in_proj": layer(BATCH * TOKENS, WIDTH, 3 * WIDTH, {"dgrad", *without}),
-        "self_attn.out_proj": layer(BATCH * TOKENS, WIDTH, WIDTH, without),
-        "linear1": layer(BATCH * TOKENS, WIDTH, 32, without),
-        "linear2": layer(BATCH * TOKENS, 32, WIDTH, without),
-    }
-
-
-def test_encoder_layer_in_training():
-    counter = count(low_bit(encoder_layer()), x_of(BATCH, TOKENS, WIDTH))
-    assert_counted(counter, encoder_gemms(), {"self_attn": PRODUCTS + fused_backward(PRODUCTS)})
+ROWS = BATCH * TOKENS
+SIZES = {"self_attn.in_proj": (WIDTH, 3 * WIDTH), "self_attn.out_proj": (WIDTH, WIDTH)}
+SIZES |= {"linear1": (WIDTH, 32), "linear2": (32, WIDTH)}
+ENCODER_GEMMS = {name: layer(ROWS, *sizes, BACKWARD) for name, sizes in SIZES.items()}
 
 
 @each("norm_first", [False, True])
@@ -89,15 +78,13 @@ def test_encoder_layer_in_evaluation(norm_first, skip):
     runs = "_native_multi_head_attention" if "self_attn" in skip else "_scaled_dot_product_flash_attention_for_cpu"
     with torch.no_grad():
         counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs=runs)
-    layers = {name: gemms for name, gemms in encoder_gemms(BACKWARD).items() if not name.startswith(skip)}
+    layers = {name: gemms for name, gemms in ENCODER_GEMMS.items() if not name.startswith(skip)}
     feed_forward = {name: 2 * BATCH * TOKENS * WIDTH * 32 for name in skip if name != "self_attn"}
-    assert_counted(
-        counter, layers, {"self_attn": ENCODER_ATTENTION if "self_attn" in skip else PRODUCTS, **feed_forward}
-    )
+    products = ENCODER_ATTENTION if "self_attn" in skip else PRODUCTS
+    assert_counted(counter, layers, {"self_attn": products, **feed_forward})
 
 
 def test_a_skipped_encoder_layer_in_evaluation():
-    """It is one fused operation, in which nothing is quantized."""
     model = low_bit(nn.Sequential(encoder_layer(), nn.Linear(WIDTH, 8)), skip=["0"]).eval()
     with torch.no_grad():
         counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs="_transformer_encoder_layer_fwd")
@@ -106,40 +93,28 @@ def test_a_skipped_encoder_layer_in_evaluation():
     assert_counted(counter, layers, {"0": ENCODER_ATTENTION + feed_forward})
 
 
-def padded_encoder(skip=()):
-    """With padding, torch's fast path makes the input a nested tensor."""
-    encoder = nn.TransformerEncoder(encoder_layer(), 2)
-    model = Applied(
-        lambda self, x, padding: self.head(self.encoder(x, src_key_padding_mask=padding)),
-        encoder=encoder,
-        head=nn.Linear(WIDTH, 8),
-    )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@each("is_skipped", [False, True])
+def test_an_encoder_with_padding_in_evaluation(is_skipped):
+    """torch's fast path makes the input a nested tensor, which has no shape to count by: it is said that there is more,
+    and the run goes on."""
+    members = {"encoder": nn.TransformerEncoder(encoder_layer(), 2), "head": nn.Linear(WIDTH, 8)}
+    model = Applied(lambda self, x, padding: self.head(self.encoder(x, src_key_padding_mask=padding)), **members)
+    low_bit(model, skip=["encoder"] * is_skipped).eval()
     padding = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
     padding[1, 3:] = True
-    return low_bit(model, skip=skip).eval(), x_of(BATCH, TOKENS, WIDTH), padding
-
-
-def test_an_encoder_with_padding_in_evaluation():
-    model, x, padding = padded_encoder()
     with torch.no_grad():
-        counter = count(model, x, padding)
-    layers = {f"encoder.layers.{i}.{name}": gemms for i in range(2) for name, gemms in encoder_gemms(BACKWARD).items()}
-    layers["head"] = layer(BATCH * TOKENS, WIDTH, 8, BACKWARD)
+        counter = count(model, x_of(BATCH, TOKENS, WIDTH), padding)
+    if is_skipped:
+        assert dict(counter.gemms) == {("head", "fprop"): gemm(ROWS, 8, WIDTH)}
+        assert dict(counter.others) or counter.coverage().uncounted == ("aten._transformer_encoder_layer_fwd",)
+        return
+    layers = {f"encoder.layers.{i}.{name}": gemms for i in range(2) for name, gemms in ENCODER_GEMMS.items()}
+    layers["head"] = layer(ROWS, WIDTH, 8, BACKWARD)
     assert_counted(counter, layers, {f"encoder.layers.{i}.self_attn": PRODUCTS for i in range(2)})
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_a_skipped_encoder_with_padding_in_evaluation():
-    """A nested tensor has no shape to count by: it is said that there is more, and the run goes on."""
-    model, x, padding = padded_encoder(skip=["encoder"])
-    with torch.no_grad():
-        counter = count(model, x, padding)
-    assert dict(counter.gemms) == {("head", "fprop"): gemm(BATCH * TOKENS, 8, WIDTH)}
-    assert dict(counter.others) or counter.coverage().uncounted == ("aten._transformer_encoder_layer_fwd",)
-
-
 def test_einsum_and_functional_calls():
-    """They belong to the module whose forward makes them, also where the weight is a converted layer's."""
     inner = Applied(lambda self, x: torch.einsum("bti,io->bto", x, self.w), w=nn.Parameter(torch.randn(WIDTH, 8)))
     model = low_bit(
         Applied(
@@ -162,23 +137,19 @@ def expert_stack(function, dtype=torch.float32):
     return low_bit(nn.Sequential(nn.Linear(4, WIDTH), experts, nn.Linear(8, 4)).to(dtype))
 
 
-@pytest.mark.parametrize("product", [torch.bmm, lambda x, w: torch.einsum("eti,eio->eto", x, w)], ids=["bmm", "einsum"])
-def test_an_expert_stack(product):
-    counter, rows = count(expert_stack(product), x_of(3, TOKENS, 4)), 3 * TOKENS
-    layers = {"0": layer(rows, 4, WIDTH, ["dgrad"]), "2": layer(rows, 8, 4)}
-    assert_counted(counter, layers, {"1": 3 * 3 * gemm(TOKENS, 8, WIDTH)})
-
-
-def test_a_grouped_product():
-    """Each row meets one expert, however the rows are divided."""
+def test_stacks_of_experts():
+    """In one product for all of them, or a grouped one, in which each row meets one expert however they are divided."""
     offsets = torch.tensor([1, 1, 8], dtype=torch.int32)
-    model = expert_stack(lambda x, w: torch._grouped_mm(x, w, offs=offsets), torch.bfloat16)
-    counter = count(model, x_of(8, 4).bfloat16())
-    layers = {"0": layer(8, 4, WIDTH, ["dgrad"]), "2": layer(8, 8, 4)}
-    assert_counted(counter, layers, {"1": 3 * gemm(8, 8, WIDTH)})
+    grouped = expert_stack(lambda x, w: torch._grouped_mm(x, w, offs=offsets), torch.bfloat16)
+    for model, x, rows in (
+        (expert_stack(torch.bmm), x_of(3, TOKENS, 4), 3 * TOKENS),
+        (grouped, x_of(8, 4).bfloat16(), 8),
+    ):
+        layers = {"0": layer(rows, 4, WIDTH, ["dgrad"]), "2": layer(rows, 8, 4)}
+        assert_counted(count(model, x), layers, {"1": 3 * gemm(rows, 8, WIDTH)})
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@each("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context):
     """In inference mode linear, matmul, einsum and conv1d arrive whole, not as the operations they are made of."""
 
@@ -228,23 +199,11 @@ def test_grouped_convolutions(groups, transposed):
         assert_counted(counter, {"0": dict.fromkeys(head, forward), "2": head}, {})
 
 
-@pytest.mark.parametrize("directions", [1, 2])
+@each("directions", [1, 2])
 def test_lstm(directions):
-    """One fused operation a layer; its backward pass computes the gradients of all its inputs."""
     lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True, bidirectional=directions == 2)
     head = nn.Linear(12 * directions, 6)
     model = low_bit(Applied(lambda self, x: self.head(self.lstm(x)[0]), lstm=lstm, head=head))
     counter, rows = count(model, x_of(BATCH, TOKENS, 8), runs="mkldnn_rnn_layer"), BATCH * TOKENS
     forward = directions * (gemm(rows, 4 * 12, 8 + 12) + gemm(rows, 4 * 12, 12 * directions + 12))
     assert_counted(counter, {"head": layer(rows, 12 * directions, 6)}, {"lstm": 3 * forward})
-
-
-def test_gru():
-    """Many small operations: the first needs no gradient of its input, nor any step one of the initial state."""
-    model = low_bit(
-        Applied(lambda self, x: self.head(self.gru(x)[0]), gru=nn.GRU(8, 12, batch_first=True), head=nn.Linear(12, 6))
-    )
-    counter, rows = count(model, x_of(BATCH, TOKENS, 8)), BATCH * TOKENS
-    inputs, states = gemm(rows, 36, 8), gemm(rows, 36, 12)
-    recurrent = 3 * states - gemm(BATCH, 36, 12)
-    assert_counted(counter, {"head": layer(rows, 12, 6)}, {"gru": 2 * inputs + recurrent})

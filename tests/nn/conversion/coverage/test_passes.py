@@ -1,11 +1,14 @@
-"""FLOPs of backward passes, recomputed activations and compiled code."""
+"""FLOPs of backward passes, recomputed activations and compiled code; and what the counter leaves behind: nothing."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules import module as module_globals
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -13,6 +16,11 @@ from lightning_lowbit import compilation
 from lightning_lowbit.nn import GemmCounter, set_phase
 from tests.nn.conversion.coverage.flops import (
     BACKWARD,
+    BATCH,
+    HADAMARD,
+    HEADS,
+    MEANS,
+    NVFP4,
     TOKENS,
     WIDTH,
     Applied,
@@ -32,7 +40,6 @@ from tests.tables import each
 @each("needs_x", [False, True])
 @each("needs_w", [False, True])
 def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
-    """Counted alike whatever the phase in force: the coverage of another one can be asked for."""
     model = low_bit(nn.Linear(WIDTH, 8))
     set_phase(model, phase)
     model.weight.requires_grad_(needs_w)
@@ -45,7 +52,6 @@ def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
 
 
 def test_a_layer_called_twice():
-    """The first call needs no gradient of its input, the second does."""
     counter = count(
         low_bit(Applied(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(WIDTH, WIDTH))), x_of(TOKENS, WIDTH)
     )
@@ -54,7 +60,6 @@ def test_a_layer_called_twice():
 
 
 def test_an_input_given_by_name():
-    """A converted layer may be called as its original may."""
     for name, original in (("input", nn.Linear(WIDTH, 8)), ("x", Conv1D(8, WIDTH))):
         model = low_bit(Applied(lambda self, x, name=name: self.layer(**{name: x}), layer=original))
         with GemmCounter(model) as counter:
@@ -63,7 +68,6 @@ def test_an_input_given_by_name():
 
 
 def test_two_towers():
-    """Without gradients of inputs, and one of them in high precision: each gets its own backward pass."""
     model = low_bit(Applied(lambda self, x: self.a(x) * self.b(x), a=tower(WIDTH, 8), b=tower(WIDTH, 32)), skip=["b"])
     counter = count(model, x_of(TOKENS, WIDTH))
     assert_counted(
@@ -76,8 +80,6 @@ def test_two_towers():
 @each("frozen", [False, True])
 @each("skip", [[], ["teacher"], ["student"], ["student", "teacher"]])
 def test_a_teacher_without_gradients_after_a_student(frozen, skip):
-    """It leaves no autograd node behind, and takes no gradient of the student's."""
-
     def distance(self, x):
         student = self.student(x)
         with torch.set_grad_enabled(frozen):
@@ -96,7 +98,7 @@ def test_a_teacher_without_gradients_after_a_student(frozen, skip):
 
 def test_a_backward_pass_inside_a_forward():
     """As in manual optimization under DDP, whose forward runs the training step: nothing is computed twice."""
-    model = low_bit(nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 4)), skip=["0"])
+    model = low_bit(tower(WIDTH, 8), skip=["0"])
 
     def step(self, x):
         loss = self.model(x).square().sum()
@@ -119,64 +121,45 @@ def test_gradients_of_gradients():
     assert gradient.shape == x.shape
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("reentrant", [False, True])
 def test_recomputed_activations(reentrant):
-    """They count once more as forward GEMMs, and are told apart from what the model needs."""
-    block = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
-    model = low_bit(
-        Applied(
-            lambda self, x: self.head(checkpoint(self.block, x, use_reentrant=reentrant)),
-            block=block,
-            head=nn.Linear(WIDTH, 4),
-        )
-    )
-    counter = count(model, x_of(TOKENS, WIDTH, grad=True))
-    flops = gemm(TOKENS, 32, WIDTH)
-    twice = {"fprop": 2 * flops, "dgrad": flops, "wgrad": flops}
-    layers = {"block.0": twice, "block.2": twice, "head": layer(TOKENS, WIDTH, 4)}
-    assert_counted(counter, layers, {}, recomputed=2 * flops)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_activations_of_a_function(reentrant):
-    """A raw product in a checkpointed function, before a converted layer: it is recomputed, and is not low-bit."""
+    """They count once more as forward GEMMs, and are told apart from what the model needs: of a function, in which a
+    raw product comes before a converted layer, and of modules."""
 
     def block(self, x):
         return self.layer(torch.relu(x @ self.w))
 
-    model = low_bit(
-        Applied(
-            lambda self, x: checkpoint(block, self, x, use_reentrant=reentrant),
-            w=nn.Parameter(torch.randn(WIDTH, 32)),
-            layer=nn.Linear(32, WIDTH),
-        )
-    )
-    counter, flops = count(model, x_of(TOKENS, WIDTH, grad=True)), gemm(TOKENS, 32, WIDTH)
-    assert counter.coverage().flops == 8 * flops
-    assert counter.recomputed == 2 * flops
-    assert counter.model_flops == 6 * flops
-    assert dict(counter.gemms) == {("layer", "fprop"): 2 * flops, ("layer", "dgrad"): flops, ("layer", "wgrad"): flops}
+    members = {"w": nn.Parameter(torch.randn(WIDTH, 32)), "layer": nn.Linear(32, WIDTH)}
+    model = low_bit(Applied(lambda self, x: checkpoint(block, self, x, use_reentrant=reentrant), **members))
+    flops = gemm(TOKENS, 32, WIDTH)
+    twice = {"fprop": 2 * flops, "dgrad": flops, "wgrad": flops}
+    counter = count(model, x_of(TOKENS, WIDTH, grad=True))
     assert sum(counter.others.values()) == 4 * flops
+    assert_counted(counter, {"layer": twice}, counter.others, recomputed=2 * flops)
+
+    members = {"block": tower(WIDTH, 32, WIDTH), "head": nn.Linear(WIDTH, 4)}
+    model = low_bit(Applied(lambda self, x: self.head(checkpoint(self.block, x, use_reentrant=reentrant)), **members))
+    layers = {"block.0": twice, "block.2": twice, "head": layer(TOKENS, WIDTH, 4)}
+    assert_counted(count(model, x_of(TOKENS, WIDTH, grad=True)), layers, {}, recomputed=2 * flops)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["module", "in place"])
+@each("whole", ["module", "in place", "function"])
 def test_compiled(whole):
-    """A compiled module counts as it does otherwise, and says nothing about hooks."""
-    x = x_of(TOKENS, WIDTH)
+    """Compiled modules, and a function that calls them, count as they do otherwise, and say nothing about hooks."""
+    x, graphs = x_of(TOKENS, WIDTH), []
     model = low_bit(nn.Sequential(tower(WIDTH, 8), nn.Tanh(), nn.Linear(4, 2)), skip=["2"])
     eager = count(model, x)
-    graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
-    if whole:
-        compiled = torch.compile(model, backend=backend)
-    else:
-        compiled = model
-        compiled.compile(backend=backend)
-    with warnings.catch_warnings(record=True) as caught, GemmCounter(compiled) as counter:
+    if whole == "in place":
+        model.compile(backend=backend)
+    called = {"module": model, "in place": None, "function": lambda x: model(x)}[whole]
+    compiled = model if called is None else torch.compile(called, backend=backend)
+    counted = model if whole == "function" else compiled
+    with warnings.catch_warnings(record=True) as caught, GemmCounter(counted) as counter:
         backward(compiled(x))
     assert not caught, [str(warning.message) for warning in caught]
     assert counter.gemms == eager.gemms
@@ -184,15 +167,6 @@ def test_compiled(whole):
     assert not graphs, "which module computes is not known in compiled code"
     backward(compiled(x))
     assert graphs, "the model was left as eager code for good"
-
-
-def test_a_compiled_function_that_calls_modules():
-    """It counts as it does otherwise."""
-    x = x_of(TOKENS, WIDTH)
-    model = low_bit(tower(WIDTH, 8))
-    with GemmCounter(model) as counter:
-        backward(torch.compile(lambda x: model(x), backend="eager")(x))
-    assert counter.gemms == count(model, x).gemms
 
 
 @pytest.mark.usefixtures("compiler")
@@ -208,3 +182,78 @@ def test_casts_are_compiled_after_the_count():
         assert not counters["frames"]
         backward(model(x))
     assert counters["frames"]["ok"] > 0 and counters["frames"]["ok"] == counters["frames"]["total"]
+
+
+# --- the counter ------------------------------------------------------------------------------------------------------
+
+
+def traces(model):
+    """Everything by which a counter could stay behind."""
+    own = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
+    everywhere = [len(getattr(module_globals, name)) for name in vars(module_globals) if name.endswith("_hooks")]
+    return own, everywhere, list(_get_current_dispatch_mode_stack()), list(warnings.filters)
+
+
+@each("where", ["nowhere", "forward", "backward"])
+def test_leaves_nothing_behind(where):
+    """Nor after an exception, after which it counts as before."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if where == "forward":
+                raise RuntimeError("broken forward")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise RuntimeError("broken backward")
+
+    fails = nn.Identity() if where == "nowhere" else Applied(lambda self, x: Fails.apply(x))
+    model = low_bit(nn.Sequential(nn.Linear(WIDTH, 8), fails, nn.Linear(8, 4)))
+    before = traces(model)
+    with nullcontext() if where == "nowhere" else pytest.raises(RuntimeError, match=f"broken {where}"):
+        count(model, x_of(TOKENS, WIDTH))
+    assert traces(model) == before
+    model[1] = nn.Identity()
+    layers = {"0": layer(TOKENS, WIDTH, 8, ["dgrad"]), "2": layer(TOKENS, 8, 4)}
+    assert_counted(count(model, x_of(TOKENS, WIDTH)), layers, {})
+
+
+def test_an_exception_that_the_model_catches():
+    def forward(self, x):
+        try:
+            return self.fails(x)
+        except RuntimeError:
+            return x @ self.w
+
+    def fail(self, x):
+        raise RuntimeError("broken")
+
+    model = Applied(forward, fails=Applied(fail), w=nn.Parameter(torch.randn(WIDTH, 4)))
+    with GemmCounter(model) as counter:
+        backward(model(x_of(TOKENS, WIDTH)))
+    assert dict(counter.others) == {"": 2 * gemm(TOKENS, 4, WIDTH)}
+
+
+@each("changes", [{}, {"hadamard": HADAMARD, "subtract_mean": MEANS}])
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_changes_no_result(dtype, changes):
+    """Outputs and gradients are the same to the bit: random rounding, dropout and activations with kernels of their own
+    (of which torch's own counter makes many operations, with a rounding each) included."""
+    casts = NVFP4.replace(**changes)
+
+    def run(counting):
+        torch.manual_seed(0)
+        encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.1, batch_first=True)
+        activations = (nn.SiLU(), nn.GELU("tanh"), nn.Mish(), nn.Hardswish(), nn.LayerNorm(WIDTH), nn.Softplus())
+        model = low_bit(nn.Sequential(encoder, *activations, nn.LogSoftmax(-1), nn.Linear(WIDTH, 4)).to(dtype), casts)
+        x = torch.randn(BATCH, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+        with GemmCounter(model) if counting else nullcontext():
+            output = model(x)
+            backward(output)
+        assert x.grad is not None
+        return [output.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        assert torch.equal(found, expected)
