@@ -92,7 +92,11 @@ GEMMS = "LinearCasts.subtract_mean is a list of GEMMs such as .*; got "
         (of, {"preset": "nvfp4", "every": {1: 2}}, "Unknown field of Cast '?1"),
         (of, {"preset": "nvfp4", "fprop_x": {"elment": 1}}, "Unknown field of Cast 'elment'. Did"),
         (of, {"preset": "nvfp4", "fprop_x": {1: 2}}, "Unknown field of Cast '?1"),
-        (of, {"preset": "nvfp4", "fprop_x": {"scale": {"top": 500}}}, "Scale.top is a number for e4m3 scales, above 0 and at most 448"),
+        (
+            of,
+            {"preset": "nvfp4", "fprop_x": {"scale": {"top": 500}}},
+            "Scale.top is a number for e4m3 scales, above 0 and at most 448",
+        ),
         (of, {"preset": "ufp4", "wgrad_g": None, "wgrad_x": None}, "hadamard rotates wgrad, which"),
     ],
 )
