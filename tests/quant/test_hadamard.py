@@ -10,12 +10,10 @@ from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.rounding import mix_key, uniform
 from lightning_lowbit.quant.transforms import SIZES
 from tests.quant.tensors import same
-from tests.references import quantize as reference
 from tests.tables import each
 
 CPU = torch.device("cpu")
 KEYS = mix_key(torch.arange(2000))
-SALT = 0x48616461
 
 
 def signs_of(size, key=None):
@@ -123,32 +121,53 @@ def test_what_is_not_finite_stays_in_its_group():
     assert found.isfinite().all(), "the damage leaves its group"
 
 
+# --- keyed signs ------------------------------------------------------------------------------------------------------
+
+
 def test_keyed_signs_need_a_key():
     with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
         Hadamard(signs="keyed").diagonal(None, CPU)
     same(Hadamard().diagonal(torch.tensor(3), CPU), signs_of(16), "fixed signs with a key")
 
 
-def test_keyed_signs_are_random_bits_of_the_key():
-    """From a stream of their own, of which the tests of rounding say how random it is."""
-    for key in KEYS[:50].tolist():
-        draws = reference.uniform(np.arange(128), reference.splitmix64((key ^ SALT) % 2**64))
-        expected = torch.from_numpy(np.where(draws < 0.5, -1.0, 1.0)).float()
-        for size in SIZES:
-            same(signs_of(size, key), expected[:size], f"signs of {size}, key {key}")
-    several = torch.stack([signs_of(16, int(key)) for key in KEYS[:3]])
-    same(Hadamard(16, "keyed").diagonals(KEYS[:3], CPU), several, "several keys")
-    same(Hadamard(16, "keyed").diagonal(KEYS[:1], CPU), several[0], "a key of one element")
+def test_keyed_signs_are_a_function_of_the_key():
+    key = KEYS[0]
+    same(Hadamard(16, "keyed").diagonal(key, CPU), signs_of(16, int(key)), "the same key twice")
+    same(Hadamard(16, "keyed").diagonal(key.reshape(1), CPU), signs_of(16, int(key)), "a key of one element")
+    patterns = {tuple(signs_of(128, int(key)).tolist()) for key in KEYS[:200]}
+    assert len(patterns) == 200, "keys share their signs"
+
+
+def test_keyed_signs_are_balanced():
+    """Every sign, every pair and every pattern of four neighbors, over keys as layers have them."""
+    signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
+    assert set(signs.unique().tolist()) == {-1, 1}
+    z = signs.sum(0) / len(KEYS) ** 0.5
+    assert z.abs().max() < 4, f"sign {z.abs().argmax()} leans to one side: z = {z.abs().max():.1f}"
+    total = signs.sum() / signs.numel() ** 0.5
+    assert total.abs() < 4, f"all signs together lean to one side: z = {total:.1f}"
+    pairs = (signs.t() @ signs / len(KEYS) ** 0.5).fill_diagonal_(0)
+    assert pairs.abs().max() < 4.5, f"two signs go together: z = {pairs.abs().max():.1f}"
+    steps = (signs[1:] * signs[:-1]).sum(0) / len(KEYS) ** 0.5
+    assert steps.abs().max() < 4, f"signs of consecutive keys go together: z = {steps.abs().max():.1f}"
+    for start in range(0, 16, 4):
+        bits = (signs[:, start : start + 4] > 0).int() @ torch.tensor([1, 2, 4, 8], dtype=torch.int32)
+        counts, expected = torch.bincount(bits, minlength=16), len(KEYS) / 16
+        z = (counts - expected) / (expected * 15 / 16) ** 0.5
+        assert z.abs().max() < 4.5, f"signs {start} to {start + 3}: pattern {z.abs().argmax()} occurs {counts.tolist()}"
 
 
 def test_keyed_signs_are_not_the_bits_of_stochastic_rounding():
     """Both come from the key of an operand; neither the raw key nor the element index may tie them together."""
-    signs = Hadamard(16, "keyed").diagonals(KEYS, CPU)
+    signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
     index = torch.arange(64, dtype=torch.int32)
     for name, keys in (("key", KEYS), ("mixed key", mix_key(KEYS))):
         draws = torch.stack([uniform(index, key) for key in keys]) - 0.5
         z = signs.t() @ draws * (12 / len(KEYS)) ** 0.5
         assert z.abs().max() < 5, f"{name}: sign and draw {divmod(z.abs().argmax().item(), 64)} correlate"
+
+
+# --- errors and names -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

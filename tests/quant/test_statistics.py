@@ -5,11 +5,12 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_lowbit import Cast, Scale, compilation, quantize
 from lightning_lowbit.quant import quantize_operand
-from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, sample, whole
+from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, sample
 from tests.references import quantize as reference
 from tests.tables import each
 
@@ -24,6 +25,9 @@ def minmax(element, block=16, **settings):
 
 def absmean(element, block=16, **settings):
     return Cast(element, Scale("fp32", block, statistic="absmean", **settings))
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
 
 
 def test_absmean_by_hand():
@@ -60,10 +64,14 @@ def test_minmax_by_hand():
         assert found.elements()[i].tolist() == [code - zero for code in codes], f"{name}: elements"
 
 
+# --- against the slow reference ---------------------------------------------------------------------------------------
+
 CASTS = [
+    absmean("ternary"),
     absmean("ternary", factor=2 / math.sqrt(3), epsilon=1e-5),
     absmean("e2m1", rounding="power_of_two", factor=0.7),
-    *[minmax(element) for element in ("int2", "int4", "int8")],
+    absmean("int8", epsilon=0.5),
+    *[minmax(element) for element in INTEGERS],
     minmax("int4", factor=0.9, epsilon=0.5),
     minmax("int8", rounding="power_of_two"),
     Cast("int4", Scale("fp32", factor=0.8, epsilon=0.5)),
@@ -71,34 +79,66 @@ CASTS = [
 ]
 
 
-def ragged():
+def ragged(dtype):
     """Blocks of one sign and of both, of zeros, and parts of blocks."""
     x = sample(13, 50)
     x[3:5], x[5:7] = x[3:5].abs(), -x[5:7].abs()
-    return x
+    return x.to(dtype)
 
 
 def in_block(cast, block):
     return cast.replace(scale={"block": block})
 
 
-@each("cast", CASTS)
-def test_equals_reference(cast):
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_equals_reference(cast, dtype):
+    x = ragged(dtype)
     for block, dim in itertools.product(BLOCKS, (0, -1)):
         mode = in_block(cast, block)
-        for x in (ragged(), ragged().bfloat16(), torch.zeros(5, 20)):
-            check_against_reference(x, mode, dim)
-            expected = reference.quantize(x, mode, dim, field="dequantized")
-            same(whole(quantize_operand(x, mode, dim, dtype=torch.float32)), expected, f"{mode} along {dim}: operand")
-            check_stochastic(x.float(), replace(mode, rounding="stochastic"), dim)
+        check_against_reference(x, mode, dim)
+        expected = reference.quantize(x, mode, dim, field="dequantized")
+        found = quantize_operand(x, mode, dim, dtype=torch.float32)
+        values = found.values * (1.0 if found.factor is None else found.factor)
+        same(values, expected, f"{mode} along {dim}: operand of {dtype}")
+
+
+@each("cast", CASTS)
+def test_stochastic_equals_reference(cast):
+    for block, dim in itertools.product(BLOCKS, (0, -1)):
+        check_stochastic(ragged(torch.float32), replace(in_block(cast, block), rounding="stochastic"), dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cast", "dim"),
+    [
+        (in_block(CASTS[1], "tensor"), -1),
+        (minmax("int4"), -1),
+        (minmax("int8", "tensor"), -1),
+        (replace(minmax("int3", "row"), rounding="stochastic"), 0),
+        (Cast("int8", Scale("fp32", (4, 16), factor=0.8, epsilon=0.5), "stochastic"), -1),
+    ],
+    ids=str,
+)
+def test_compiled_equals_reference(cast, dim):
+    with compilation.backend("compiled"):
+        if cast.rounding == "stochastic":
+            check_stochastic(ragged(torch.float32), cast, dim)
+        else:
+            check_against_reference(ragged(torch.float32), cast, dim)
 
 
 def test_compiled_operands_equal_reference():
     """In bfloat16, rounded to it: what a layer computes with."""
-    x, cast = ragged().bfloat16(), replace(minmax("int4"), round_to_bfloat16=True)
+    x, cast = ragged(torch.bfloat16), replace(minmax("int4"), round_to_bfloat16=True)
     with compilation.backend("compiled"):
         found = quantize_operand(x, cast, -1).values
     same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")
+
+
+# --- means ------------------------------------------------------------------------------------------------------------
 
 
 def test_means_do_not_depend_on_order():
@@ -112,12 +152,13 @@ def test_means_do_not_depend_on_order():
         assert len(found) == 1, f"{shape}: {found}"
 
 
+# --- least and largest ------------------------------------------------------------------------------------------------
+
+
 @each("element", INTEGERS)
-def test_the_largest_and_the_smallest_numbers(element):
-    """Where least and largest are further apart than float32 reaches they may saturate, but keep their signs; where
-    they are hardly numbers, none is divided by zero."""
-    ends = [(0.0, 3e38), (-3e38, 0.0), (-1.6e38, 1.7e38), (-1e38, 3e38), (-3e38, 3e38), (-FLOAT32_MAX, 3e38)]
-    ends += [(-size, 3 * size) for size in (2.0**-149, 2.0**-140, 2.0**-126, 1e-37)]
+def test_the_largest_numbers_do_not_overflow(element):
+    """Where least and largest are further apart than float32 reaches they may saturate, but keep their signs."""
+    ends = ((0.0, 3e38), (-3e38, 0.0), (-1.6e38, 1.7e38), (-1e38, 3e38), (-3e38, 3e38), (-FLOAT32_MAX, 3e38))
     for block, (low, high) in itertools.product((8, "row", "tensor"), ends):
         x = torch.tensor([[low, high, low / 3, high / 3, 0.0]])
         found = quantize(x, minmax(element, block))
@@ -125,7 +166,49 @@ def test_the_largest_and_the_smallest_numbers(element):
         message = f"{element}, block {block}: {x.tolist()} became {values.tolist()}"
         assert math.isfinite(step), f"{message}, scale {step}"
         assert values.isfinite().all(), message
-        if high > 1:
-            same(values.sign()[:, [0, 1, 4]], x.sign()[:, [0, 1, 4]], message)
+        same(values.sign()[:, [0, 1, 4]], x.sign()[:, [0, 1, 4]], message)
         if max(-low, high) < FLOAT32_MAX / 2:
             assert ((values - x).abs() <= step / 2 * (1 + 1e-5)).all(), message
+
+
+@each("element", INTEGERS)
+def test_the_smallest_numbers_do_not_divide_by_zero(element):
+    for size in (2.0**-149, 2.0**-140, 2.0**-126, 1e-37):
+        x = torch.tensor([[-size, 3 * size, 0.0, size]])
+        found = quantize(x, minmax(element, "row"))
+        values, step = found.dequantize(), float_scales(found).item()
+        assert math.isfinite(step), f"{element}, {size}: scale {step}"
+        assert ((values - x).abs() <= step / 2 * (1 + 1e-5)).all(), f"{element}: {x.tolist()} became {values.tolist()}"
+
+
+# --- zeros, and what is not finite ------------------------------------------------------------------------------------
+
+
+@each("cast", CASTS)
+def test_zeros(cast):
+    for block, rounding in itertools.product(BLOCKS, ("nearest", "stochastic")):
+        mode = replace(in_block(cast, block), rounding=rounding)
+        found = quantize(torch.zeros(5, 20), mode, key=3)
+        assert not found.dequantize().any(), f"{mode}: zeros became numbers"
+        assert float_scales(found).isfinite().all(), f"{mode}: a scale of {float_scales(found).max()}"
+        assert cast.scale.epsilon or (float_scales(found) == 1).all(), f"{mode}: the scale of zeros is 1"
+        assert found.zero_points is None or not found.zero_points.any(), f"{mode}: the zero point of zeros is 0"
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_one_bad_element_is_its_whole_block(cast, bad):
+    """Scale and values are NaN in the block, and all else is what it is without that element."""
+    x = ragged(torch.float32) + 0.01
+    broken = x.clone()
+    broken[5, 20] = bad
+    at = {16: (slice(5, 6), slice(16, 32)), (4, 16): (slice(4, 8), slice(16, 32)), "row": (slice(5, 6), slice(None))}
+    for block in BLOCKS:
+        mode = in_block(cast, block)
+        expected = quantize(x, mode).dequantize()
+        expected[at.get(block, (slice(None), slice(None)))] = torch.nan
+        same(quantize(broken, mode).dequantize(), expected, f"{mode} with {bad}")
+        operand = quantize_operand(broken, mode, -1, dtype=torch.float32)
+        values = operand.values * (1.0 if operand.factor is None else operand.factor)
+        same(values, expected, f"{mode} with {bad}, operand")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_lowbit import LinearCasts, quantize
+from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.quant import Hadamard, quantize_operand, rotate
 from lightning_lowbit.quant.rounding import mix_key
 from lightning_lowbit.quant.shard import Shard
@@ -38,17 +38,34 @@ def test_scales_go_up_with_their_draws():
     expected = torch.from_numpy(up_or_down(wanted, draws((24, 64), 16, key))).float()
     assert (float_scales(stored) != expected).float().mean() < 0.02, "more than ties of float32 differ"
     assert (float_scales(stored) != float_scales(nearest)).float().mean() > 0.1
-    both = quantize(x, RANDOM.replace(rounding="stochastic"), key=key)
-    assert torch.equal(float_scales(both), float_scales(stored)), "they depend on the draws of elements"
     # Elements are rounded to nearest in units of the scales that were drawn.
     units = float_scales(stored).repeat_interleave(16, 1) * stored.tensor_scale
     found = stored.dequantize()
     assert ((found - x).abs() <= (x.abs() - 6 * units).clamp(min=0) + units * (1 + 1e-5)).all()
 
 
+def test_random_bits_of_scales_are_not_those_of_elements():
+    key = mix_key(torch.tensor(5))
+    both = RANDOM.replace(rounding="stochastic")
+    x = sample(64, 128)
+    assert torch.equal(float_scales(quantize(x, both, key=key)), float_scales(quantize(x, RANDOM, key=key)))
+    of_scales = torch.from_numpy(draws((64, 128), 16, int(key)))
+    of_elements = torch.from_numpy(reference.uniform_by_fours(np.arange(64 * 128).reshape(64, 128), int(key)))[:, ::16]
+    assert torch.corrcoef(torch.stack([of_scales.flatten(), of_elements.flatten()]))[0, 1].abs() < 0.15
+
+
 def test_scales_need_a_key():
     with pytest.raises(ValueError, match="rounds stochastically and needs a key"):
         quantize(sample(4, 32), RANDOM)
+
+
+@pytest.mark.slow
+def test_the_mean_of_scales_is_what_was_wanted():
+    amax = torch.linspace(0.5, 1, 64)
+    x = torch.stack([amax, torch.zeros(64)], 1).repeat_interleave(512, 0)
+    scales = float_scales(quantize(x, Cast("e2m1", Scale("e4m3", 2, "stochastic")), key=mix_key(torch.tensor(1))))
+    wanted, error = amax / 6, scales.view(64, 512).std(1) / 512**0.5
+    assert ((scales.view(64, 512).mean(1) - wanted).abs() <= 4.5 * error + 1e-7).all()
 
 
 @pytest.mark.fast("random")
@@ -113,6 +130,16 @@ def test_ms_eden_takes_the_steps_of_the_paper(four_over_six):
         quantize(x, cast, key=11).elements(),
         "transposed",
     )
+
+
+def test_the_error_of_a_corrected_group_is_orthogonal_to_it():
+    """On average over the rounding of scales, which is what makes it unbiased over rotations."""
+    x = torch.randn(8, 128) * torch.randn(8, 8).exp().repeat_interleave(16, 1)
+    shares = torch.stack(
+        [(quantize(x, EDEN, key=mix_key(torch.tensor(k))).dequantize() * x).sum(1) for k in range(400)]
+    )
+    growth = shares.double() / x.double().square().sum(1) - 1
+    assert (growth.mean(0).abs() < 4 * growth.std(0) / 20).all(), growth.mean(0)
 
 
 def test_zeros_and_what_is_not_finite():

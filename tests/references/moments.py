@@ -33,10 +33,15 @@ def draws(shape, step, number, moment):
 
 @dataclass
 class Encoded:
-    """What is kept of some values […, columns]: numbers on the grid, and scales […, blocks] as float64."""
+    """What is kept of some values […, columns]: numbers on the grid, and scales […, blocks] as float64.
+
+    ``below`` and ``above``: the neighbors between which each number was chosen, by magnitude.
+    """
 
     numbers: np.ndarray
     scales: np.ndarray
+    below: np.ndarray
+    above: np.ndarray
 
 
 def encode(values, drawn, name):
@@ -44,7 +49,8 @@ def encode(values, drawn, name):
     columns = values.shape[-1]
     rows, row_draws = values.double().numpy().reshape(-1, columns), drawn.reshape(-1, columns)
     lattice, largest = grid(name), np.float32(grid(name)[-1])
-    numbers, scales = np.zeros(rows.shape), np.zeros((len(rows), -(-columns // BLOCK)))
+    numbers, below, above = (np.zeros(rows.shape) for _ in range(3))
+    scales = np.zeros((len(rows), -(-columns // BLOCK)))
     for row in range(len(rows)):
         for block, first in enumerate(range(0, columns, BLOCK)):
             inside = slice(first, min(first + BLOCK, columns))
@@ -56,9 +62,16 @@ def encode(values, drawn, name):
             low = lattice[np.searchsorted(lattice, scaled, side="right") - 1]
             high = lattice[np.searchsorted(lattice, scaled, side="left")]
             fraction = (scaled - low) / np.where(high > low, high - low, 1)
-            chosen = np.where(row_draws[row, inside] > 1 - fraction, high, low)
-            numbers[row, inside] = np.sign(rows[row, inside]) * chosen
-    return Encoded(numbers.reshape(values.shape), scales.reshape(*values.shape[:-1], scales.shape[-1]))
+            sign = np.sign(rows[row, inside])
+            below[row, inside], above[row, inside] = sign * low, sign * high
+            numbers[row, inside] = sign * np.where(row_draws[row, inside] > 1 - fraction, high, low)
+    shape = tuple(values.shape)
+    return Encoded(
+        numbers.reshape(shape),
+        scales.reshape(*shape[:-1], scales.shape[-1]),
+        below.reshape(shape),
+        above.reshape(shape),
+    )
 
 
 def decode(encoded, name):
