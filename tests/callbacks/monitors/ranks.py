@@ -156,8 +156,7 @@ def hidden_of(run):
 
 def work():
     results = {run: train(*run, hidden=hidden_of(run)) for run in RUNS}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         train("fsdp1", "sgd", False, swiglu=True)
     results["said"] = [str(warning.message) for warning in said if "Not measured" in str(warning.message)]
     return results

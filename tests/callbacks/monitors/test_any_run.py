@@ -171,8 +171,7 @@ TOGETHER = [[name for name in MONITORS if name not in VARIANTS + REPORTS], list(
 def run(model, monitors, plugins, **kwargs):
     """Trains, and returns the lines that say what is not measured."""
     used = {"max_steps": STEPS, "log_every_n_steps": 1, **kwargs}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         trainer = quiet_trainer(*plugins, callbacks=[MONITORS[name]() for name in monitors], **used)
         trainer.fit(model)
     if not isinstance(model, Skipped):

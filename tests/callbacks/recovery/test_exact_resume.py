@@ -131,8 +131,7 @@ def test_a_resumed_run_augments_its_batches_alike(step, tmp_path):
 def warned():
     """The texts of warnings."""
     messages = []
-    with warnings.catch_warnings(record=True) as records:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as records:
         yield messages
     messages += [str(warning.message) for warning in records]
 

@@ -119,8 +119,7 @@ def test_validate_from_a_checkpoint(capsys):
 @pytest.mark.slow
 def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
     assert lowbit() == 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         assert lowbit("--ckpt_path=last", "--trainer.max_steps=8", f"{OPTIMIZER}.lr=0.05") == 0
     assert sum("overrides options that this run asks for" in str(each.message) for each in caught) == 1
     config = Path("runs/tiny/version_1/config.yaml").read_text()

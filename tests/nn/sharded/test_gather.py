@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale, convert
 from lightning_lowbit.nn import LayerKeys
+from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.nn.sharded.gather import WeightGathers, casts_obstacle
 from tests.distributed.spreads import full
 from tests.launch import launch
@@ -150,6 +151,20 @@ def test_one_process_has_nothing_to_send(name, exact):
     gathers = WeightGathers(model, torch.bfloat16)
     gathers.prepare()
     assert all(map(torch.equal, passes(model), passes(make(CASTS[name], exact=exact))))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dgrad_g, is_sent", [("int8", True), (None, False)])
+def test_codes_that_only_one_of_two_gemms_could_take_are_not_sent(dgrad_g, is_sent):
+    of_tensors = {"element": "int8", "scale": {"format": "fp32", "block": "tensor"}}
+    casts = dict.fromkeys(("fprop_x", "fprop_w", "dgrad_w"), of_tensors)
+    casts["dgrad_g"] = None if dgrad_g is None else of_tensors
+    with declared("cpu", {"int8"}):
+        model = make(casts)
+        WeightGathers(model, torch.bfloat16).prepare()
+        assert all(map(torch.equal, passes(model), passes(make(casts))))
+    layers = [part[0] for part in model]
+    assert [layer.lowbit.prequantized_weight is not None for layer in layers] == [is_sent] * 2
 
 
 @pytest.mark.usefixtures("alone")

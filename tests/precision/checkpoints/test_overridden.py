@@ -45,8 +45,7 @@ cosine = partial(partial, lr_scheduler.CosineAnnealingLR, T_max=10)
 def test_options_that_a_checkpoint_overrides_are_said_once_with_both_values():
     fit(Model(stable_spam(), cosine()), 3).save_checkpoint("first.ckpt")
     other = Model(stable_spam(lr=0.05, betas=(0.5, 0.5), gamma1=0.5), cosine(T_max=20))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = fit(other, 4, ckpt_path="first.ckpt")
     (said,) = [str(each.message) for each in caught if "overrides options" in str(each.message)]
     expected = [

@@ -64,8 +64,7 @@ def work():
     results = {
         (name, casts): train(STRATEGIES[name](), casts, shard=name == "fsdp2", devices=RANKS) for name, casts in RUNS
     }
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         train(STRATEGIES["fsdp1"](), "int4", weights=True, devices=RANKS)
     results["said"] = [str(warning.message) for warning in said if "Not measured" in str(warning.message)]
     return results

@@ -17,8 +17,7 @@ from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, AtStep, Two,
 def alerts_said():
     """What the monitor warns of within this context, without its name."""
     texts = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         yield texts
     prefix = "QuantizationMonitor: "
     texts += [str(warning.message).removeprefix(prefix) for warning in said if str(warning.message).startswith(prefix)]
