@@ -44,7 +44,7 @@ def each(names, rows):
 
 
 def deterministic(examples):
-    """Settings of hypothesis: no seeds, and nothing of what fixtures give to every test matters."""
+    """Settings of hypothesis without a seed; it draws constants of loaded modules too, so other tests still count."""
     from hypothesis import HealthCheck, settings  # here, since few tests use it
 
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -9,10 +9,12 @@ from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.recipes.tokenizers import ByteTokenizer, PretrainedTokenizer
 from tests.export.originals import export
 from tests.recipes.test_tokenizers import save_tokenizer
+from tests.tables import deterministic
 
 TOKENIZER = bytes_tokenizer()
 
 
+@deterministic(100)
 @given(st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\0ĀĠ \n")))  # Ā would be byte 0's letter
 def test_ids_are_the_bytes_of_a_text_and_back(text):
     assert TOKENIZER(text)["input_ids"] == [*text.encode()]

@@ -4,18 +4,12 @@ import itertools
 import math
 
 import torch
-from hypothesis import HealthCheck, settings
 from torch.nn import Parameter
 from torch.optim import SGD
 
-# The fixtures that every test has give it a folder and a seed, which these do not use.
-PROFILE = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+from tests.tables import deterministic
+
+PROFILE = deterministic(25)
 
 INF, NAN = math.inf, math.nan
 
