@@ -164,12 +164,13 @@ class TextDataModule(LightningDataModule):
         sequence_length: targets per sequence.
         batch_size: sequences per batch and rank.
         val_fraction: share of the text for validation: whole documents chosen by a hash of their files' names, or the
-            tail of the text if documents are too few and large. Not used for streams.
+            tail of the text if documents are too few and large. Not used for streams, nor with ``val_path``.
         val_batches: maximum number of validation batches, of the same sequences on any number of ranks; None for all.
             A stream takes them from its split ``validation`` or ``test``, or else from its first documents.
         seed: of the order of training sequences; None takes that of ``seed_everything``, or 0.
         max_bytes: maximum size of the text; None for all. Not for streams.
         num_workers: processes that fetch batches; usually best: 0 for text in memory, 1 or 2 for a stream.
+        val_path: a file or folder of text for validation alone. Not for streams.
 
     Raises:
         ValueError: an argument is invalid; or (in ``prepare_data``, before any logger writes) text, column or tokenizer
@@ -188,6 +189,7 @@ class TextDataModule(LightningDataModule):
         seed: int | None = None,
         max_bytes: int | None = None,
         num_workers: int = 0,
+        val_path: str | None = None,
     ) -> None:
         super().__init__()
         integer("sequence_length", sequence_length, 1, "a number of tokens")
@@ -200,7 +202,12 @@ class TextDataModule(LightningDataModule):
             raise ValueError(
                 f"max_bytes bounds text in memory, but {path} is a stream; bound it by the trainer's steps."
             )
-        self.path, self.tokenizer, self.column = path, tokenizer, column
+        if val_path is not None and (self._streams or val_path.startswith(HUB)):
+            raise ValueError(
+                f"val_path is for text in memory, and {path if self._streams else val_path} is a stream, which "
+                "validates on its own split: leave val_path out."
+            )
+        self.path, self.val_path, self.tokenizer, self.column = path, val_path, tokenizer, column
         self.sequence_length, self.batch_size = sequence_length, batch_size
         self.val_fraction, self.val_batches = val_fraction, val_batches
         self.seed, self.max_bytes, self.num_workers = global_seed() if seed is None else seed, max_bytes, num_workers
@@ -223,11 +230,20 @@ class TextDataModule(LightningDataModule):
             limits = f"`max_bytes` {self.max_bytes} and `val_fraction` {self.val_fraction}"
             if self._streams:
                 limits = f"`val_batches` {self.val_batches}"
+            elif self.val_path is not None:
+                limits = f"`max_bytes` {self.max_bytes} and `val_path` {self.val_path}"
             raise ValueError(
                 f"TextDataModule needs at least {batch * self.sequence_length + 1} {unit} for one {name} batch"
                 f" ({batch} sequences of {self.sequence_length}), but `path` {self.path}, {limits} leave"
                 f" {len(sequences.tokens)}; give more text, or lower `batch_size` or `sequence_length`."
             )
+
+    def _documents(self, path: str | None, number: int | None = None) -> list[bytes]:
+        files = find_files(path)
+        documents = take_bytes(read_documents(files, self.column), number)
+        if not documents:
+            raise ValueError(f"TextDataModule needs text, but all {len(files)} files of {path} are empty.")
+        return documents
 
     def _read(self) -> tuple[PackedSequences | SequenceStream, PackedSequences]:
         if self._streams:
@@ -235,14 +251,12 @@ class TextDataModule(LightningDataModule):
             stream, val = open_stream(str(self.path), self.column, self._tokenizer, self.sequence_length, wanted)
             self._check_length("validation", val, self.batch_size)
             return stream, val
-        files = find_files(self.path)
-        documents = take_bytes(read_documents(files, self.column), self.max_bytes)
-        if not documents:
-            raise ValueError(f"TextDataModule needs text, but all {len(files)} files of {self.path} are empty.")
-        train, val = (
-            PackedSequences(encode_all(self._tokenizer, part), self.sequence_length)
-            for part in hold_out(documents, self.val_fraction)
-        )
+        documents = self._documents(self.path, self.max_bytes)
+        if self.val_path is None:
+            parts = hold_out(documents, self.val_fraction)
+        else:
+            parts = documents, self._documents(self.val_path)
+        train, val = (PackedSequences(encode_all(self._tokenizer, part), self.sequence_length) for part in parts)
         self._check_length("training", train, shard_of(self)["num_replicas"] * self.batch_size)
         self._check_length("validation", val, self.batch_size)
         return train, val

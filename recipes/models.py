@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
@@ -248,10 +248,17 @@ class CausalLM(RecipeModule):
         self.val_loss = MeanMetric(nan_strategy=math.nan)
         self.val_perplexity = Perplexity(nan_strategy=math.nan)
 
+    def _networks(self) -> list[nn.Module]:
+        """The networks that are sharded: the trained one, and a frozen one beside it."""
+        return [self.model]
+
     def configure_model(self) -> None:
-        """Distributes the network under ``ModelParallelStrategy``; Lightning may call this more than once."""
+        """Distributes the networks under ``ModelParallelStrategy``; Lightning may call this more than once."""
         if self.device_mesh is not None and not self._is_spread:
-            spread(self.model, self.device_mesh, None if self.gather_dtype is None else torch.bfloat16)
+            dtype = None if self.gather_dtype is None else torch.bfloat16
+            for network in self._networks():  # a frozen one has no backward pass that would use its root again
+                frozen = network is not self.model
+                spread(network, self.device_mesh, dtype, reshard_after_forward=True if frozen else None)
             self._is_spread = True
         elif self.device_mesh is None and self.gather_dtype is not None:
             raise ValueError(
@@ -278,8 +285,7 @@ class CausalLM(RecipeModule):
         return self.model(input_ids=tokens).logits
 
     def _loss(self, batch: Tensor) -> Tensor:
-        logits = self(batch[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        return _cross_entropy(self(batch[:, :-1]), batch)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self._loss(batch)
@@ -287,11 +293,19 @@ class CausalLM(RecipeModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        loss, tokens = self._loss(batch), batch[:, 1:].numel()
+        self._validate(self(batch[:, :-1]), batch)
+
+    def _validate(self, logits: Tensor, batch: Tensor) -> None:
+        """Logs the loss and the perplexity of the text under logits (batch, length, vocab_size)."""
+        loss, tokens = _cross_entropy(logits, batch), batch[:, 1:].numel()
         self.val_loss.update(loss, tokens)
         self.val_perplexity.update(loss, tokens)
         self.log("val_loss", self.val_loss, prog_bar=True)
         self.log("val_perplexity", self.val_perplexity, prog_bar=True)
+
+
+def _cross_entropy(logits: Tensor, batch: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def _load(network: str, config: PreTrainedConfig) -> Any:

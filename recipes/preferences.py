@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
@@ -41,6 +41,9 @@ class PreferenceLM(CausalLM):
         self.beta = beta
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
         self.val_accuracy = MeanMetric(nan_strategy=math.nan)
+
+    def _networks(self) -> list[nn.Module]:
+        return [self.model, self.reference]
 
     def _margins(self, batch: Tensor) -> Tensor:
         """Returns how much more the model prefers y to y' than the reference does, float32 (batch,)."""

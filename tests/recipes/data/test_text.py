@@ -86,6 +86,19 @@ def test_held_out_files_do_not_depend_on_the_seed_or_the_place(folder, tmp_path)
     assert len(val) == 3 and len(train) == 9 and not set(val) & set(train)
 
 
+def test_validation_text_of_its_own(folder, tmp_path):
+    (tmp_path / "val.txt").write_text("other text " * 9)
+    _, train, val = read(str(folder), val_path=str(tmp_path / "val.txt"), val_fraction=0.5, max_bytes=99, **SIZES)
+    assert bytes(val.tolist()).decode() == "other text " * 9
+    assert len(train) == 99, "validation took its share of the text, or is bounded, too"
+    for path, val_path in (("hf:./c4", str(folder)), (str(folder), "hf:./c4")):
+        with pytest.raises(ValueError, match=r"and hf:\./c4 is a stream, .* leave val_path out"):
+            TextDataModule(path, val_path=val_path)
+    (tmp_path / "val.txt").write_text("short")
+    message = "17 bytes for one validation batch .* `val_path` .*val.txt leave 5; give more"
+    assert_refused(str(folder), message, val_path=str(tmp_path / "val.txt"), **SIZES)
+
+
 def test_standard_library():
     names = [file.as_posix() for file in find_files(None)]
     assert any(name.endswith("/json/decoder.py") for name in names)
