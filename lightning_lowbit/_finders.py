@@ -81,6 +81,8 @@ MOVED = {
     "precision.ternary": ("precision.formats",),
     "quant.refusals": ("quant.cast",),
     "quant.surrogate": ("quant.operand",),
+    "recipes.adapters": ("recipes.tuning.adapters",),
+    "recipes.preferences": ("recipes.tuning.preferences",),
     "report.cast_words": ("report.contents",),
     "report.console": ("report.tables",),
 }

@@ -32,6 +32,7 @@ from lightning_lowbit.nn.attention.products import casts_of_attention, check_att
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, Selection, casts_by_pattern, check_backend, plan_by_name
+from lightning_lowbit.nn.conversion.patterns import checked_patterns
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.layer import clean_name
@@ -43,7 +44,6 @@ from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.run_settings import (
     ComputeDtype,
-    as_list,
     check_whole_weights,
     checked_run,
     compute_dtype,
@@ -156,7 +156,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             backend=backend,
             save=save,
             smooth_swiglu=smooth_swiglu,
-            shared_amax=as_list(shared_amax),
+            shared_amax=checked_patterns("shared_amax", shared_amax),
             quantize_before_gather=flag("quantize_before_gather", quantize_before_gather),
             grouped=grouped,
         )
@@ -167,7 +167,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self.precision, self.scaler = compute.precision, scaler
         self.casts = LinearCasts.of(casts)
         self.overrides = casts_by_pattern(overrides)
-        self.skip, self.only = as_list(skip), None if only is None else as_list(only)
+        self.skip = checked_patterns("skip", skip)
+        self.only = None if only is None else checked_patterns("only", only)
         self.attention = None if attention is None else check_attention("", casts_of_attention(attention))
         self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
         if smooth_swiglu is not None:

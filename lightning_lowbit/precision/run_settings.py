@@ -2,7 +2,6 @@
 
 import os
 import weakref
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -114,11 +113,6 @@ def data_ranks(trainer: Trainer) -> int:
 def global_seed() -> int:
     """Returns the seed of ``seed_everything``, which stores it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
-
-
-def as_list(patterns: Iterable[str]) -> Iterable[str]:
-    is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str)
-    return list(patterns) if is_list else patterns  # anything else is kept: selecting by it raises
 
 
 class ComputeDtype:

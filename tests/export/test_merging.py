@@ -17,8 +17,8 @@ from lightning_lowbit.export.merging import merge_adapters
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.export.trained_model import TrainedModel, read
 from lightning_lowbit.nn.layers.layer import quantized_layers
-from lightning_lowbit.recipes.adapters import LoRACausalLM
 from lightning_lowbit.recipes.models import CausalLM
+from lightning_lowbit.recipes.tuning.adapters import LoRACausalLM
 from tests.export.originals import TEXT, fit
 from tests.tables import each
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"vocab_size": 256}
 INT4 = {"fprop_w": {"element": "int4", "scale": {"format": "fp32", "block": "row"}}, "dgrad_w": "fprop"}
-LORA = "lightning_lowbit.recipes.adapters.LoRACausalLM"
+LORA = "lightning_lowbit.recipes.tuning.adapters.LoRACausalLM"
 
 
 @pytest.fixture(scope="module")

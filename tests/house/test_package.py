@@ -78,11 +78,11 @@ def test_sources_that_are_not_installed_hold_the_recipes():
     code = """if True:
         import sys
         sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
-        import lightning_lowbit.recipes.adapters
-        print(lightning_lowbit.recipes.adapters.__file__)
+        import lightning_lowbit.recipes.tuning.adapters
+        print(lightning_lowbit.recipes.tuning.adapters.__file__)
     """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert Path(result.stdout.strip()) == ROOT / "recipes" / "adapters.py"
+    assert Path(result.stdout.strip()) == ROOT / "recipes" / "tuning" / "adapters.py"
 
 
 @pytest.mark.slow  # a process of its own

@@ -41,7 +41,7 @@ REASONS = {
     "precision/checkpoints/test_older_version.py": "an older version drew other random bits",
     "precision/fp8/test_training.py": "a device to which tensors move",
     "recipes/conftest.py": "drawing charts takes a third of a run's time",
-    "recipes/test_preferences.py": "of two answers the tokens are compared, which show in no result",
+    "recipes/tuning/test_preferences.py": "of two answers the tokens are compared, which show in no result",
     "recipes/test_recipes.py": "the command keeps no plugin to look at",
     "test_compilation.py": "a warning comes once in a process",
 }

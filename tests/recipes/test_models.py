@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import WeightDecaySwitch
 from lightning_lowbit.recipes.models import NETWORKS, CausalLM, network_config
-from lightning_lowbit.recipes.preferences import PreferenceLM
 from lightning_lowbit.recipes.schedules import TwoStageLinear, WarmupCosine, WarmupSchedule
 from lightning_lowbit.recipes.series.forecaster import Forecaster
+from lightning_lowbit.recipes.tuning.preferences import PreferenceLM
 from lightning_lowbit.recipes.vision import ImageClassifier
 from tests.lightning_imports import quiet_trainer
 from tests.tables import each

@@ -67,7 +67,8 @@ FITTING = {
 }
 
 # These are no language models, or need weights: they have their own tests.
-APART = ("quadratic", "digits", "series", "continual_qat", "lora", "control", "ant", "half_cheetah", "hopper")
+APART = ("quadratic", "digits", "series", "continual_qat", "distill", "lora")
+APART += ("control", "ant", "half_cheetah", "hopper")
 BASES = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
 # Configurations of each recipe alone and of each overlay on a recipe that it suits.
 COMBINATIONS = {name: [name] for name in RECIPES if name not in APART} | {
@@ -115,6 +116,20 @@ def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch)
     for found, (name, expected) in zip(before, model.named_parameters(), strict=True):
         assert torch.equal(found, expected), f"{name} is not that of the folder"
     assert blends[-2:] == [0, 1], "λ did not rise over the first of two steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlays", [[], ["distill_int4", "groups.yaml"]], ids=["nvfp4", "int4"])
+def test_distillation_leaves_the_teacher_as_it_is_in_the_folder(overlays):
+    model = save_pretrained("model", "llama")
+    write_small()
+    Path("groups.yaml").write_text(GROUPS)
+    folder = fits(["distill", *overlays, "small.yaml"])
+    (checkpoint,) = folder.glob("checkpoints/last*")
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    for name, expected in model.named_parameters():
+        assert torch.equal(state[f"teacher.{name}"], expected), name
+        assert not torch.equal(state[f"model.{name}"], expected), name
 
 
 @pytest.mark.slow

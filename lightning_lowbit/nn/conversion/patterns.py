@@ -42,6 +42,23 @@ def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()
             yield from _paths(child, f"{path}.{name}".lstrip("."), (*around, module))
 
 
+def checked_patterns(argument: str, patterns: Iterable[str]) -> list[str]:
+    """Returns the patterns of an argument; raises a ``ValueError`` if they are no list of regular expressions."""
+    if isinstance(patterns, str):
+        raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
+    if not isinstance(patterns, Iterable):
+        raise ValueError(f"{argument} is a list of patterns, [] for none; got {patterns!r}.")
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{argument}: a pattern is a string, such as 'lm_head'; got {pattern!r}.")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
+    return patterns
+
+
 def select(
     names: Sequence[str],
     patterns: Iterable[str],
@@ -54,18 +71,9 @@ def select(
     As :class:`Names`, each layer has all of its names. Errors name the ``argument`` that has the patterns, the ``kind``
     of layers, and what ``left`` returns of modules that cannot be selected, by name.
     """
-    if isinstance(patterns, str):
-        raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
-    if not isinstance(patterns, Iterable):
-        raise ValueError(f"{argument} is a list of patterns, [] for none; got {patterns!r}.")
     selected: set[str] = set()
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ValueError(f"{argument}: a pattern is a string, such as 'lm_head'; got {pattern!r}.")
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
+    for pattern in checked_patterns(argument, patterns):
+        compiled = re.compile(pattern)
         matched = _matched(compiled, names)
         if not matched:
             others = left()

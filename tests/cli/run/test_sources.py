@@ -130,7 +130,7 @@ def test_a_name_that_a_class_does_not_take_is_answered_with_those_it_takes(argum
 
 def test_arguments_may_come_before_the_class_that_takes_them():
     Path("size.yaml").write_text("model: {init_args: {beta: 0.5}}")
-    Path("other.yaml").write_text("model: {class_path: lightning_lowbit.recipes.preferences.PreferenceLM}")
+    Path("other.yaml").write_text("model: {class_path: lightning_lowbit.recipes.tuning.preferences.PreferenceLM}")
     options.check_run("fit", ["--config=quickstart", "--config=size.yaml", "--config=other.yaml"])
     with pytest.raises(ValueError, match="There is no option --model.init_args.beta in size.yaml. CausalLM takes"):
         options.check_run("fit", ["--config=quickstart", "--config=size.yaml"])

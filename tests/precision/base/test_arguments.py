@@ -110,6 +110,9 @@ def test_casts_from_yaml(casts):
         (lambda: FP4Precision(quantize_before_gather="no"), "quantize_before_gather is true or false"),
         (lambda: FP4Precision(quantize_output="yes"), "quantize_output is true or false; got 'yes'"),
         (lambda: FP4Precision(quantize_output=1), "quantize_output is true or false; got 1"),
+        (lambda: FP4Precision(shared_amax=None), r"shared_amax is a list of patterns, \[\] for none; got None"),
+        (lambda: FP4Precision(skip="lm_head"), r"skip is a list of patterns; got the string 'lm_head'. Write \['lm_h"),
+        (lambda: FP4Precision(only=["("]), r"only: '\(' is not a regular expression"),
     ],
 )
 def test_bad_arguments(make, message):

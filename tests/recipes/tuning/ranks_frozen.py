@@ -4,8 +4,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision
-from lightning_lowbit.recipes.distillation import DistillationLM
-from lightning_lowbit.recipes.preferences import PreferenceLM
+from lightning_lowbit.recipes.tuning.distillation import DistillationLM
+from lightning_lowbit.recipes.tuning.preferences import PreferenceLM
 from tests.lightning_imports import ModelParallelStrategy, quiet_trainer
 
 CASTS = {"preset": "mxfp4", "dgrad_g": None, "dgrad_w": "fprop", "wgrad_g": None, "wgrad_x": "fprop"}

@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 from lightning_lowbit.nn import QuantizedLayer
 
-from .models import CausalLM
+from ..models import CausalLM
 
 
 class DistillationLM(CausalLM):

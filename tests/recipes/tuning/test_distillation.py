@@ -10,7 +10,7 @@ from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.recipes.models import CausalLM
 from tests.launch import launch
 from tests.lightning_imports import quiet_trainer
-from tests.recipes.ranks_frozen import CASTS, CLASSES, losses, make, plugin, tokens
+from tests.recipes.tuning.ranks_frozen import CASTS, CLASSES, losses, make, plugin, tokens
 
 
 def fit(module, *plugins):
@@ -101,7 +101,7 @@ def test_a_checkpoint_loads_as_it_was_trained(tmp_path):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch("tests.recipes.ranks_frozen", 2, tmp_path_factory.mktemp("two"))
+    return launch("tests.recipes.tuning.ranks_frozen", 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_lowbit.checks import positive
 
-from .models import CausalLM
+from ..models import CausalLM
 
 
 class PreferenceLM(CausalLM):

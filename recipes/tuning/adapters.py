@@ -8,7 +8,7 @@ from lightning_lowbit.nn import pack_frozen
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.packages import install
 
-from .models import CausalLM
+from ..models import CausalLM
 
 
 class LoRACausalLM(CausalLM):

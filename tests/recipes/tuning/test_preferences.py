@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler
-from lightning_lowbit.recipes.preferences import PreferenceLM
+from lightning_lowbit.recipes.tuning.preferences import PreferenceLM
 from tests.lightning_imports import quiet_trainer
 from tests.recipes.recipe_names import Logged, parts, write_small
 from tests.tables import each
