@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
@@ -39,7 +40,7 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
             continue
         key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts, where)
         rows.setdefault(key, []).append(name)
-        parameters[key] += sum(parameter.numel() for parameter in members - counted)
+        parameters[key] += sum(p.numel() for p in members - counted if not is_lazy(p))
         counted |= members
     body = [
         [_range(names), kind, size, _count(parameters[key]), casts, where]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_lowbit import (
     FP4Precision,
@@ -91,6 +92,12 @@ def test_a_summary_says_it_instead(told, capsys):
     assert "Coverage: " in capsys.readouterr().out
 
 
+def test_a_layer_without_a_weight_yet_is_no_obstacle(told, capsys):
+    with pytest.warns(UserWarning, match=r"rest.0.0: no weight yet"):
+        train(told, Model(nn.Sequential(nn.LazyLinear(16)), plain()), FP4Precision("nvfp4"), PrecisionSummary())
+    assert "Coverage: " in capsys.readouterr().out
+
+
 def test_weights_count_once_and_as_what_they_are():
     def line(*modules, **kwargs):
         return weights_line(convert(nn.Sequential(*modules), "nvfp4", **kwargs))
@@ -103,6 +110,9 @@ def test_weights_count_once_and_as_what_they_are():
     assert line(nn.Embedding(128, 32), nn.Linear(32, 32)) == "", "an embedding is not"
     with pytest.warns(UserWarning, match="no weight yet"):
         assert "20.0% of the weights" in line(nn.Linear(32, 32), odd, nn.LazyConv1d(8, 1)), "an unknown one does not"
+    norm, computed = nn.LayerNorm([32, 128]), weight_norm(nn.Linear(32, 126))  # 4032 of directions, 126 lengths
+    assert "20.0% of the weights" in line(nn.Linear(32, 32), odd, norm), "a norm has no product"
+    assert "19.8% of the weights" in line(nn.Linear(32, 32), computed), "what a weight is made of"
     base = pack_frozen(nn.Sequential(nn.Linear(32, 32), odd).requires_grad_(False), "nvfp4-nvidia", only=["0"])
     assert "20.0% of the weights" in weights_line(base), "codes"
     heads = line(nn.MultiheadAttention(32, 2), overrides={"0.in_proj": "bf16"})

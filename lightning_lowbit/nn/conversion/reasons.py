@@ -44,6 +44,8 @@ _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that
 _SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it, given that forward")
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
+# A product with their matrices, if any, is another module's.
+WITHOUT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
 _KINDS: dict[Any, Reason] = {
     ConvNd: Reason("a subclass of a convolution, with a forward of its own"),
     nn.MultiheadAttention: Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own"),
@@ -102,8 +104,7 @@ def class_reason(module: Any) -> Reason | None:
     if converted_class(cls) is not None:
         blocked = obstacle(module)
         return None if blocked is None else Reason(blocked)
-    # A product, if any, is not theirs.
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)):
+    if isinstance(module, WITHOUT_PRODUCTS):
         return None
     if is_parametrized(module):
         return Reason(COMPUTED_WEIGHT)
