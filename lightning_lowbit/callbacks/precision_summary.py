@@ -286,11 +286,10 @@ class PrecisionSummary(LowBitCallback):
         return blocks
 
     def _reasons(self, measured: Coverage) -> dict[str, str]:
-        reasons = None if self._model is None else Reasons(self._model)
-        return {
-            name: _NEW if name in self._added else "" if reasons is None else str(reasons.of(name))
-            for name in measured.uncovered
-        }
+        if self._model is None or self._inventory is None:
+            return dict.fromkeys(measured.uncovered, "")
+        reasons, added = Reasons(self._model), self._added | self._inventory.added(self._model).keys()
+        return {name: _NEW if name in added else str(reasons.of(name)) for name in measured.uncovered}
 
     def _phase(self, trainer: Trainer) -> str:
         plugin = trainer.precision_plugin
