@@ -73,7 +73,7 @@ def weights_line(model: nn.Module) -> str:
     return f"lightning_lowbit: {share}. The rest: {'; '.join(parts)}."
 
 
-def _matrices(module: nn.Module) -> list[tuple[int, int]]:
+def _matrices(module: Any) -> list[tuple[int, int]]:
     """Returns elements and identity of each matrix among a module's own parameters, and those that they are made of."""
     if isinstance(module, QuantizedLayer):
         if module.lowbit.frozen is not None:  # bytes
