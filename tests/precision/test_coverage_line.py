@@ -59,7 +59,7 @@ def test_each_kind_of_layer_has_its_reason():
     odd, attention = Odd(16, 16, 9, padding=4), nn.MultiheadAttention(16, 2)
     cases = {
         "Odd (a subclass of a convolution, with a forward of its own)": odd,
-        "Experts (a stack of experts, no nn.Linear": Experts(),
+        "Experts (a stack of matrices, as of experts, no nn.Linear": Experts(),
         "LSTM (recurrent)": nn.LSTM(16, 16),
     }
     for reason, layer in cases.items():

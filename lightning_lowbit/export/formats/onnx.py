@@ -165,9 +165,9 @@ def _traced(model: _Outputs, example: Tensor) -> Any:
                 )
         except torch.onnx.OnnxExporterError as error:
             last = error
-    why = str(last.__cause__ or last).strip().splitlines()[0]
+    why = str(last.__cause__ or last).strip().replace(":\n", ": ").splitlines()[0].rstrip(".")
     raise ValueError(
-        f"torch.onnx cannot trace {type(model.model).__name__}: {why} Branches on values of tensors cannot be traced; "
+        f"torch.onnx cannot trace {type(model.model).__name__}: {why}. Branches on values of tensors cannot be traced; "
         "torch.export.draft_export shows where they are."
     ) from last
 
