@@ -64,6 +64,14 @@ def without_numbers(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
+def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """Groups names that differ only in numbers, by what :func:`name_range` makes of them."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(without_numbers(name), []).append(name)
+    return {name_range(members): members for members in kinds.values()}
+
+
 def name_range(names: Sequence[str]) -> str:
     """Joins names that differ only in numbers: ``layers.0.up`` … ``layers.7.up`` to ``layers.{0-7}.up``."""
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)

@@ -34,7 +34,7 @@ from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.statistics import sqnr_db
 from lightning_lowbit.quant.transforms import rotate
 from lightning_lowbit.report.blocks import Chart, HeatMap, Table
-from lightning_lowbit.report.formatting import name_range, without_numbers
+from lightning_lowbit.report.formatting import by_kind
 from lightning_lowbit.report.pictures import write_picture
 from lightning_lowbit.report.tables import plain
 
@@ -252,16 +252,14 @@ class Inspection:
     def picture(self, title: str) -> list[HeatMap | Chart]:
         """Returns the SQNR of each finite weight, or of each kind of many, and for each cast how often elements take
         each level."""
-        rows: dict[str, list[str]] = {}
-        for name in self.finite:
-            rows.setdefault(name if len(self.finite) <= _MOST_ROWS else without_numbers(name), []).append(name)
+        rows = {name: [name] for name in self.finite} if len(self.finite) <= _MOST_ROWS else by_kind(self.finite)
         columns = range(len(self.candidates))
         sqnr = [[min(self.numbers[name][i]["sqnr"] for name in names) for i in columns] for names in rows.values()]
         low, high = _limits([value for row in sqnr for value in row])
         of_many = "; the lowest of weights whose names differ in numbers" if len(rows) < len(self.finite) else ""
         unit = f"SQNR of the weight, dB (higher is better; inf: exact{of_many})"
         labels = [candidate.label for candidate in self.candidates]
-        heat = HeatMap([*map(name_range, rows.values())], labels, sqnr, unit, low, high, caption=title)
+        heat = HeatMap([*rows], labels, sqnr, unit, low, high, caption=title)
         return [heat, *map(self._level_chart, columns)]
 
     def _level_chart(self, i: int) -> Chart:
