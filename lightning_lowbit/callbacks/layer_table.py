@@ -1,12 +1,12 @@
 """Tables of a model's layers and their casts. Layers whose names differ only in numbers share a row."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
@@ -14,6 +14,7 @@ from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.nn.layers.speed import Speed, cpu_speed
 from lightning_lowbit.nn.native.devices import slower_because
 from lightning_lowbit.report.blocks import Table, Text
+from lightning_lowbit.report.formatting import name_range, without_numbers
 
 
 def layers_and_casts(model: nn.Module, dtype: torch.dtype) -> list[Table | Text]:
@@ -37,12 +38,12 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
             size, casts, where = "", "high precision", ""
         else:
             continue
-        key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts, where)
+        key = (without_numbers(name), type(module).__name__, size, casts, where)
         rows.setdefault(key, []).append(name)
-        parameters[key] += sum(parameter.numel() for parameter in members - counted)
+        parameters[key] += sum(p.numel() for p in members - counted if not is_lazy(p))
         counted |= members
     body = [
-        [_range(names), kind, size, _count(parameters[key]), casts, where]
+        [name_range(names), kind, size, _count(parameters[key]), casts, where]
         for key, names in rows.items()
         for _, kind, size, casts, where in [key]
     ]
@@ -138,33 +139,12 @@ def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[
     """Merges entries of one reason whose names differ only in numbers: (names, count, FLOPs, reason), largest first."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in flops:
-        groups.setdefault((re.sub(r"\d+", "*", name), reasons[name]), []).append(name)
+        groups.setdefault((without_numbers(name), reasons[name]), []).append(name)
     merged = [
-        (_range(names) or "(outside any module)", len(names), sum(flops[n] for n in names), why)
+        (name_range(names) or "(outside any module)", len(names), sum(flops[n] for n in names), why)
         for (_, why), names in groups.items()
     ]
     return sorted(merged, key=lambda row: -row[2])
-
-
-def _range(names: list[str]) -> str:
-    """Writes ``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
-    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-
-    def part(texts: tuple[str, ...]) -> str:
-        return texts[0] if len(set(texts)) == 1 else f"{{{_runs(sorted(set(map(int, texts))))}}}"
-
-    return "".join(map(part, columns))
-
-
-def _runs(numbers: list[int]) -> str:
-    """Writes 0, 2, 3, 4, 5 as ``0,2-5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
 def _count(number: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, logger_step
 from lightning_lowbit.callbacks.base import LowBitCallback
@@ -55,7 +55,7 @@ class OsciReset(LowBitCallback):
     In windows of ``window`` optimizer steps it adds up, for each element of every weight that is rounded to nearest,
     the movements of the latent weight and the jumps of its quantized value. Elements whose jumps add up to
     ``threshold`` times their movement are set to their quantized value; the optimizer's moments stay. It logs the share
-    of these elements as ``reset/fprop_w/<layer>``.
+    of these elements as ``reset/fprop_w/<layer>``. Weights that are computed from others, as by pruning, are left out.
 
     The defaults are the authors' for 70 and 150 million parameters in NVFP4
     (github.com/thu-ml/TetraJet-v2-NVFP4Training), except ``start``: they begin at 60 to 70 % of a run. A window takes
@@ -102,11 +102,12 @@ class OsciReset(LowBitCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         layers = whole_layers(self, trainer, pl_module)
-        self._layers = {name: layer for name, layer in layers.items() if nearest_cast(layer.full_casts) is not None}
+        own = {name: layer for name, layer in layers.items() if isinstance(layer.weight, nn.Parameter)}
+        self._layers = {name: layer for name, layer in own.items() if nearest_cast(layer.full_casts) is not None}
         if not self._layers:
             raise MisconfigurationException(
-                f"OsciReset needs weights that are rounded to nearest, and of {len(layers)} converted layers none has "
-                "one. Use e.g. Trainer(plugins=[FP4Precision()]), or leave out the callback."
+                f"OsciReset needs parameters that are rounded to nearest, and of {len(layers)} converted layers none "
+                "has one. Use e.g. Trainer(plugins=[FP4Precision()]), or leave out the callback."
             )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         copied = {id(p) for group in groups if group.get("master_weights") for p in group["params"]}

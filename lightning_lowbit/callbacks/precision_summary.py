@@ -18,6 +18,7 @@ from lightning_lowbit.callbacks.layer_table import (
     merge_numbers,
     speed_on_cpu,
 )
+from lightning_lowbit.checks import some
 from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.reasons import Reasons
@@ -27,6 +28,7 @@ from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.report.blocks import Section, Table, Text
 from lightning_lowbit.report.contents import casts_in_words
+from lightning_lowbit.report.formatting import by_kind
 from lightning_lowbit.report.run_folder import run_folder
 from lightning_lowbit.report.tables import show
 from lightning_lowbit.saved_state import NUMBER, OneOf, count
@@ -280,17 +282,23 @@ class PrecisionSummary(LowBitCallback):
                 for name, count, flops, why in merge_numbers(measured.uncovered, self._reasons(measured))
             ]
             blocks.append(Table(["not covered", "modules", "FLOPs", "share", "why"], rows))
+        if self.counter is not None and (idle := [*by_kind(self.counter.idle())]):
+            blocks.append(
+                Text(
+                    f"Converted, but not called in the counted step: {some(idle)}. Where a module reads their weights "
+                    "itself, it computes in high precision."
+                )
+            )
         if measured.uncounted:
             names = ", ".join(measured.uncounted)
             blocks.append(Text(f"Matrix products whose FLOPs are not known are left out of all numbers: {names}."))
         return blocks
 
     def _reasons(self, measured: Coverage) -> dict[str, str]:
-        reasons = None if self._model is None else Reasons(self._model)
-        return {
-            name: _NEW if name in self._added else "" if reasons is None else str(reasons.of(name))
-            for name in measured.uncovered
-        }
+        if self._model is None or self._inventory is None:
+            return dict.fromkeys(measured.uncovered, "")
+        reasons, added = Reasons(self._model), self._added | self._inventory.added(self._model).keys()
+        return {name: _NEW if name in added else str(reasons.of(name)) for name in measured.uncovered}
 
     def _phase(self, trainer: Trainer) -> str:
         plugin = trainer.precision_plugin

@@ -16,7 +16,7 @@ from lightning_lowbit.atomic_files import being_written, put_in_place
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.card import card
 from lightning_lowbit.export.folder import RECORD, write_record
-from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
+from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_input
 from lightning_lowbit.export.formats.names import DTYPES
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters, rounding_errors
@@ -269,8 +269,8 @@ def _compared(
     """Returns one of the last fields of :class:`Exported`; an error if the folder's model computes something else."""
     if format.load is None:
         return {"why_not": "the format's client is not a package of Python"}
-    shape = example_shape(original, options)
-    is_compared = tokens is not None or (shape is not None and format.traces)
+    example = example_input(original, options)
+    is_compared = tokens is not None or (example is not None and format.traces)
     if not is_compared and original.config is None:
         return {"why_not": "the model is no causal language model of transformers"}
     try:
@@ -295,8 +295,8 @@ def _compared(
         if chat is not None and not chat.is_same_prompt:
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
         return {"parity": replace(report, chat=chat)}
-    assert shape is not None
-    difference, limit = outputs_difference(original, client, shape), outputs_limit(limits_of(rows))
+    assert example is not None
+    difference, limit = outputs_difference(original, client, example), outputs_limit(limits_of(rows))
     if not difference <= limit:
         raise ValueError(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "

@@ -17,6 +17,7 @@ from lightning_lowbit.checks import choose, integer, number, some, text
 from lightning_lowbit.export.reading.files import AGAIN, INDEX, WHOLE, first_line, is_saved_safely, locate, read_json
 from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
 from lightning_lowbit.export.trained_model import TrainedModel, parameters_on_meta
+from lightning_lowbit.kernels.memory import overlaps
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.precision.checkpoints.trained import primitive
@@ -67,6 +68,8 @@ class SafetensorsWriter:
 
         path = self.folder / f"part-{len(self._files)}.safetensors"
         if self._waiting or not self._files:
+            for name in (name for names in overlaps(self._waiting) for name in names):  # of parameters with one data
+                self._waiting[name] = self._waiting[name].clone()
             save_file(self._waiting, path, metadata={"format": "pt"})
             self._files.append((path, [*self._waiting], _size(self._waiting)))
             self._waiting = {}

@@ -169,10 +169,11 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def outputs_difference(original: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
-    """Returns the norm of the difference of outputs for a random input of a shape, relative to theirs: of models that
-    take no tokens, and of several outputs the first one."""
-    x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
+def outputs_difference(original: TrainedModel, loaded: Any, example: Tensor) -> float:
+    """Returns the norm of the difference of outputs for an input, relative to theirs: of several outputs the first one.
+    An example of real numbers tells the shape of random ones, any other is the input."""
+    x = torch.randn(example.shape, generator=torch.Generator().manual_seed(0))
+    x = x if example.is_floating_point() else example
     ours, theirs = (_first(model(x)).float() for model in (original.model, loaded))
     return float((theirs - ours).norm() / ours.norm())
 
@@ -229,13 +230,14 @@ def _layers(
 
 
 def _other_parameters(original: TrainedModel, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Parameters that are not quantized, and that a loaded model lacks, or has with other values."""
-    parameters = dict(loaded.named_parameters(remove_duplicate=False))
+    """Parameters that are not quantized, and that a loaded model, in which some may be buffers, lacks or has with other
+    values."""
+    tensors = dict([*loaded.named_parameters(remove_duplicate=False), *loaded.named_buffers(remove_duplicate=False)])
     quantized = {f"{name}{end}" for name in original.layers for end in ("", ".weight")}  # a stack is a parameter
     wrong = []
     for name, parameter in original.model.named_parameters(remove_duplicate=False):
         if name not in quantized:
-            other, expected = parameters.get(name), parameter.detach().to(dtype)
+            other, expected = tensors.get(name), parameter.detach().to(dtype)
             if other is None or not torch.equal(other.detach(), expected.to(other.dtype)):
                 wrong.append(name)
     return wrong

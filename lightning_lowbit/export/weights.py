@@ -5,7 +5,6 @@ group must have been trained with one (``shared_amax``), or are quantized again 
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.trained_model import TrainedModel
+from lightning_lowbit.kernels.memory import overlaps
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
@@ -60,9 +60,10 @@ def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
 
 def check(original: TrainedModel, obstacles: Mapping[str, str | None], format: str) -> None:
     """Raises a ``ValueError`` that names the layers that a format cannot hold, with the reasons."""
-    uses = Counter(id(parameter) for _, parameter in original.model.named_parameters(remove_duplicate=False))
+    parameters = dict(original.model.named_parameters(remove_duplicate=False))
+    uses = {id(parameters[name]) for names in overlaps(parameters) for name in names}
     tied = "its weight is also that of another module (tie_word_embeddings): skip it in training"
-    shared = {name for name in obstacles if uses[id(original.layers[name].weight)] > 1}
+    shared = {name for name in obstacles if id(original.layers[name].weight) in uses}
     if refused := group_by_reason({name: obstacles[name] or (tied if name in shared else None) for name in obstacles}):
         raise ValueError(
             f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(original.layers)} layers. "

@@ -5,7 +5,7 @@ numbers as they are stored, where torch may read their negatives (`Tensor.is_neg
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import is_
 from typing import TypeVar
@@ -28,6 +28,25 @@ class Misfit(ValueError):
 def is_dense(tensor: Tensor) -> bool:
     """Returns whether a tensor has memory of its own: FakeTensor and other subclasses have none."""
     return type(tensor) is Tensor or type(tensor) is Parameter
+
+
+def overlaps(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Returns the names of tensors that share memory, a list for each piece of it: of the same tensor under two names,
+    or of views of one. Of columns side by side the memory between them counts, too."""
+    spans = []
+    for name, tensor in tensors.items():
+        if is_dense(tensor) and tensor.numel() and (place := tensor.data_ptr()):  # on meta there is none
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            spans.append((str(tensor.device), place, place + extent * tensor.itemsize, name))
+    pieces, at, furthest = list[list[str]](), "", 0
+    for device, begin, end, name in sorted(spans):
+        if (device, begin) < (at, furthest):
+            pieces[-1].append(name)
+        else:
+            pieces.append([name])
+            furthest = 0
+        at, furthest = device, max(furthest, end)
+    return [names for names in pieces if len(names) > 1]
 
 
 def resolved(tensor: _T) -> _T:

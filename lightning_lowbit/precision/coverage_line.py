@@ -10,10 +10,11 @@ from math import prod
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.reasons import Reasons, is_matrix
+from lightning_lowbit.nn.conversion.reasons import WITHOUT_PRODUCTS, Reasons, is_matrix
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 
@@ -50,7 +51,7 @@ def weights_line(model: nn.Module) -> str:
     modules = [(clean_name(name), module) for name, module in model.named_modules()]
     modules.sort(key=lambda item: not isinstance(item[1], PartLayer))  # a part before its host, which has its weights
     for name, module in modules:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if isinstance(module, WITHOUT_PRODUCTS):
             continue
         why = reasons.module_reason(name, module)
         text = "" if why is None else f"{_kind(module)} ({why})"
@@ -72,14 +73,16 @@ def weights_line(model: nn.Module) -> str:
     return f"lightning_lowbit: {share}. The rest: {'; '.join(parts)}."
 
 
-def _matrices(module: nn.Module) -> list[tuple[int, int]]:
-    """Returns elements and identity of each matrix among a module's own parameters."""
+def _matrices(module: Any) -> list[tuple[int, int]]:
+    """Returns elements and identity of each matrix among a module's own parameters, and those that they are made of."""
     if isinstance(module, QuantizedLayer):
         if module.lowbit.frozen is not None:  # bytes
             return [(prod(module.lowbit.frozen.shape), id(module.weight))]
         parameters = module.own_parameters()
     else:
         parameters = list(module.parameters(recurse=False))
+    if is_parametrized(module):
+        parameters += module.parametrizations.parameters()
     return [(p.numel(), id(p)) for p in parameters if not nn.parameter.is_lazy(p) and is_matrix(p)]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 
 from lightning_lowbit.checks import is_number
@@ -56,3 +57,37 @@ def duration(seconds: float) -> str:
 def common_parent(names: Sequence[str]) -> str:
     """Returns the common dotted prefix: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
     return os.path.commonprefix(list(names)).rpartition(".")[0] if len(names) > 1 else ""
+
+
+def without_numbers(name: str) -> str:
+    """Returns what names have in common that differ only in numbers: ``layers.*.up``."""
+    return re.sub(r"\d+", "*", name)
+
+
+def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """Groups names that differ only in numbers, by what :func:`name_range` makes of them."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(without_numbers(name), []).append(name)
+    return {name_range(members): members for members in kinds.values()}
+
+
+def name_range(names: Sequence[str]) -> str:
+    """Joins names that differ only in numbers: ``layers.0.up`` … ``layers.7.up`` to ``layers.{0-7}.up``."""
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+
+    def part(texts: tuple[str, ...]) -> str:
+        return texts[0] if len(set(texts)) == 1 else f"{{{_runs(sorted(set(map(int, texts))))}}}"
+
+    return "".join(map(part, columns))
+
+
+def _runs(numbers: list[int]) -> str:
+    """Writes 0, 2, 3, 4, 5 as ``0,2-5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

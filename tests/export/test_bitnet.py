@@ -9,6 +9,7 @@ from torch import nn
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import bitnet
 from lightning_lowbit.export.formats.base import Options
+from lightning_lowbit.export.parity import compare
 from lightning_lowbit.export.weights import Weight, weights
 from tests import golden_vectors as golden
 from tests.export.originals import VOCABULARY, language_model, trained_model
@@ -80,11 +81,14 @@ def test_a_dtype_that_rounds_the_scale_is_told():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "bitnet"])
+@pytest.mark.parametrize("kind", ["llama", "bitnet", "llama with biases"])
 @torch.compiler.set_stance("force_eager")  # else the helpers of transformers are compiled
 def test_transformers_computes_the_same(kind, tmp_path):
     pytest.importorskip("accelerate")
-    original = language_model(kind, TERNARY)
+    original = language_model(kind.partition(" ")[0], TERNARY, **({"attention_bias": True} if " " in kind else {}))
+    for layer in original.layers.values():
+        if layer.bias is not None:
+            nn.init.normal_(layer.bias, std=0.1)
     written = FORMAT.write(original, tmp_path, Options(dtype=torch.float32))
     assert [row.name for row in written] == [*original.layers] and all(row.error == 0 and row.inputs for row in written)
     loaded = FORMAT.load(tmp_path)
@@ -103,6 +107,8 @@ def test_transformers_computes_the_same(kind, tmp_path):
     tokens, model = torch.randint(VOCABULARY, (2, 12)), original.model
     with torch.no_grad():
         expected = model(tokens).logits
+        report = compare(original, loaded, written, weights(original), tokens, torch.float32, FORMAT.shown)
+        assert not report.others, "biases are buffers there"
         torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0, atol=0.01 * expected.std().item())
         greedy = {"max_new_tokens": 16, "do_sample": False}
         assert torch.equal(loaded.generate(tokens, **greedy), model.generate(tokens, **greedy))

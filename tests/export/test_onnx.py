@@ -10,6 +10,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import onnx
 from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, InputRounding, input_obstacle, patches
+from lightning_lowbit.export.parity import outputs_difference
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
@@ -167,8 +168,42 @@ class Pair(nn.Sequential):
 @pytest.mark.slow
 def test_a_module_that_cannot_be_traced_is_refused_with_the_reason(tmp_path):
     original = trained_model(Pair(nn.Linear(32, 32)), LinearCasts.preset("int8"))
-    with pytest.raises(ValueError, match=r"cannot trace Pair: it returns tuple"):
+    with pytest.raises(ValueError, match=r"cannot trace Pair: it returns tuple, and the format .* a tensor\. Branches"):
         written(original, tmp_path, shape=(2, 32))
+
+
+@pytest.mark.slow
+def test_a_dtype_of_the_modules_own_is_refused_with_the_remedy(tmp_path):
+    cast = nn.Sequential(nn.Linear(32, 32), *nn.Sequential(nn.Linear(32, 32)).bfloat16())
+    cast[1].register_forward_pre_hook(lambda layer, args: args[0].bfloat16())
+    original = trained_model(cast, LinearCasts.preset("int8"), skip=["1"])
+    with pytest.raises(ValueError, match=r"onnxruntime cannot load it \(.*must compute in no other dtype, as by \.bfl"):
+        written(original, tmp_path, shape=(2, 32))
+
+
+class OfTokens(nn.Module):
+    """Takes ids, of any length or, with positions, of one."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(16, 32), nn.Linear(32, 8)
+        self.positions = nn.Parameter(torch.randn(positions, 32))
+        self.example_input_array = torch.randint(16, (2, 6))
+
+    def forward(self, ids):
+        return self.layer(self.embedding(ids) + self.positions)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_tokens_of_a_module_of_ones_own(tmp_path):
+    for positions, lengths in ((1, (6, 9)), (6, (6,))):
+        original = trained_model(OfTokens(positions), LinearCasts.preset("int8"))
+        loaded = written(original, tmp_path)
+        for length in lengths:
+            ids = torch.randint(16, (3, length))
+            assert_close(loaded(ids), original.model(ids))
+        assert outputs_difference(original, loaded, original.model.example_input_array) < 0.01
 
 
 class EveryInput(nn.Module):

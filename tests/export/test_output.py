@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from lightning_lowbit.cli import main
 from lightning_lowbit.export.checkpoint import explain_formats
+from lightning_lowbit.export.formats.base import Options
+from lightning_lowbit.export.formats.table import FORMATS
 from tests.export.originals import export, trained_model
 from tests.tables import each
 
@@ -90,8 +93,24 @@ def test_without_a_format_those_that_fit_are_listed(trained, capsys):
     assert "--format mxfp8 needs --output, the folder to make" in capsys.readouterr().err
 
 
-def test_no_format_is_listed_for_layers_that_share_a_weight():
+def two_layers(second):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    model[1].weight = model[0].weight
-    message = explain_formats(trained_model(model, "nvfp4"))
+    model[1].weight = second(model[0].weight)
+    return model
+
+
+@each("second", [lambda w: w, lambda w: nn.Parameter(w.data), lambda w: nn.Parameter(w.data.t())])
+def test_no_format_is_listed_for_layers_that_share_a_weight(second):
+    message = explain_formats(trained_model(two_layers(second), "nvfp4"))
     assert message.startswith("No format holds it.") and "also that of another module" in message
+
+
+def test_halves_of_one_tensor_are_two_weights_and_what_is_in_high_precision_is_written_twice(tmp_path):
+    halves = torch.randn(128, 64)
+    model = two_layers(lambda _: nn.Parameter(halves[64:]))
+    model[0].weight = nn.Parameter(halves[:64])
+    assert "dequantized" in explain_formats(trained_model(model, "nvfp4"))
+    model = nn.Sequential(*two_layers(lambda w: nn.Parameter(w.data)), nn.Linear(64, 64))
+    original = trained_model(model, "nvfp4", skip=["0", "1"])
+    FORMATS["dequantized"].write(original, tmp_path, Options(dtype=torch.float32))
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()

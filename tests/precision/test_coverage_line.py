@@ -1,8 +1,11 @@
 """One line where little is quantized: when it comes, what it counts, and what it says."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_lowbit import (
     FP4Precision,
@@ -56,7 +59,7 @@ def test_each_kind_of_layer_has_its_reason():
     odd, attention = Odd(16, 16, 9, padding=4), nn.MultiheadAttention(16, 2)
     cases = {
         "Odd (a subclass of a convolution, with a forward of its own)": odd,
-        "Experts (a stack of experts, no nn.Linear": Experts(),
+        "Experts (a stack of matrices, as of experts, no nn.Linear": Experts(),
         "LSTM (recurrent)": nn.LSTM(16, 16),
     }
     for reason, layer in cases.items():
@@ -91,6 +94,12 @@ def test_a_summary_says_it_instead(told, capsys):
     assert "Coverage: " in capsys.readouterr().out
 
 
+def test_a_layer_without_a_weight_yet_is_no_obstacle(told, capsys):
+    with pytest.warns(UserWarning, match=r"rest.0.0: no weight yet"):
+        train(told, Model(nn.Sequential(nn.LazyLinear(16)), plain()), FP4Precision("nvfp4"), PrecisionSummary())
+    assert re.search(r"\nrest\.0\.0 .* new since the model was converted; the next", capsys.readouterr().out)
+
+
 def test_weights_count_once_and_as_what_they_are():
     def line(*modules, **kwargs):
         return weights_line(convert(nn.Sequential(*modules), "nvfp4", **kwargs))
@@ -103,6 +112,9 @@ def test_weights_count_once_and_as_what_they_are():
     assert line(nn.Embedding(128, 32), nn.Linear(32, 32)) == "", "an embedding is not"
     with pytest.warns(UserWarning, match="no weight yet"):
         assert "20.0% of the weights" in line(nn.Linear(32, 32), odd, nn.LazyConv1d(8, 1)), "an unknown one does not"
+    norm, computed = nn.LayerNorm([32, 128]), weight_norm(nn.Linear(32, 126))  # 4032 of directions, 126 lengths
+    assert "20.0% of the weights" in line(nn.Linear(32, 32), odd, norm), "a norm has no product"
+    assert "19.8% of the weights" in line(nn.Linear(32, 32), computed), "what a weight is made of"
     base = pack_frozen(nn.Sequential(nn.Linear(32, 32), odd).requires_grad_(False), "nvfp4-nvidia", only=["0"])
     assert "20.0% of the weights" in weights_line(base), "codes"
     heads = line(nn.MultiheadAttention(32, 2), overrides={"0.in_proj": "bf16"})

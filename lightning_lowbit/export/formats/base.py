@@ -185,7 +185,11 @@ def unquantized_linears(original: TrainedModel) -> list[str]:
     return [name for name in linears if name not in original.layers]
 
 
-def example_shape(original: TrainedModel, options: Options) -> Sequence[int] | None:
-    """Returns the shape of an input of a model that takes no tokens: as asked for, or of ``example_input_array``."""
+def example_input(original: TrainedModel, options: Options) -> Tensor | None:
+    """Returns an input of a model that is no language model: its ``example_input_array``, or zeros of a shape that was
+    asked for, in the dtype of that. Real numbers are float32."""
     example = getattr(original.model, "example_input_array", None)
-    return options.shape if options.shape is not None else example.shape if isinstance(example, Tensor) else None
+    example = example if isinstance(example, Tensor) else None
+    if options.shape is not None:
+        example = torch.zeros(tuple(options.shape), dtype=None if example is None else example.dtype)
+    return example.float() if example is not None and example.is_floating_point() else example

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.folder import write_network
-from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, example_shape, row, static_amax
+from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, example_input, row, static_amax
 from lightning_lowbit.export.formats.onnx_layers import (
     INT4,
     TYPES,
@@ -30,6 +30,7 @@ from lightning_lowbit.export.formats.onnx_layers import (
     attach,
     input_obstacle,
 )
+from lightning_lowbit.export.reading.files import first_line
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
 from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
@@ -134,8 +135,8 @@ def _example(original: TrainedModel, options: Options) -> Tensor:
     model: Any = original.model
     if original.config is not None and model.main_input_name == "input_ids":
         return torch.zeros(_TOKENS, dtype=torch.int64)
-    if (shape := example_shape(original, options)) is not None:
-        return torch.zeros(tuple(shape))
+    if (example := example_input(original, options)) is not None:
+        return example
     raise ValueError(
         f"The format onnx traces {type(model).__name__} with an input, and needs its shape: give --shape 2,3,32,32 "
         "(any number of images of 3x32x32), or set example_input_array in the module to a tensor."
@@ -145,26 +146,30 @@ def _example(original: TrainedModel, options: Options) -> Tensor:
 def _traced(model: _Outputs, example: Tensor) -> Any:
     if example.shape[0] == 1:  # a size of 1 would be taken for fixed
         example = example.expand(2, *example.shape[1:])
-    is_text = example.dtype == torch.int64
-    free: dict[int, Any] = {0: "batch", 1: "length"} if is_text and example.dim() == 2 else {0: "batch"}
-    try:
-        with _quiet(), torch.no_grad():
-            return torch.onnx.export(
-                model,
-                (example,),
-                dynamo=True,
-                opset_version=_OPSET,
-                dynamic_shapes=(free,),
-                input_names=[model.name or "input"],
-                output_names=["output" if model.name is None else _LOGITS],
-                verbose=False,
-            )
-    except torch.onnx.OnnxExporterError as error:
-        why = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ValueError(
-            f"torch.onnx cannot trace {type(model.model).__name__}: {why} Branches on values of tensors cannot be "
-            "traced; torch.export.draft_export shows where they are."
-        ) from error
+    is_text, is_network = example.dtype == torch.int64 and example.dim() == 2, model.name is not None
+    free: list[dict[int, Any]] = [{0: "batch", 1: "length"}] if is_text else []
+    if not (is_text and is_network):
+        free.append({0: "batch"})  # of tokens, of a module whose forward takes one length
+    for dimensions in free:
+        try:
+            with _quiet(), torch.no_grad():
+                return torch.onnx.export(
+                    model,
+                    (example,),
+                    dynamo=True,
+                    opset_version=_OPSET,
+                    dynamic_shapes=(dimensions,),
+                    input_names=[model.name or "input"],
+                    output_names=[_LOGITS if is_network else "output"],
+                    verbose=False,
+                )
+        except torch.onnx.OnnxExporterError as error:
+            last = error
+    why = str(last.__cause__ or last).strip().replace(":\n", ": ").splitlines()[0].rstrip(".")
+    raise ValueError(
+        f"torch.onnx cannot trace {type(model.model).__name__}: {why}. Branches on values of tensors cannot be traced; "
+        "torch.export.draft_export shows where they are."
+    ) from last
 
 
 @contextmanager
@@ -217,7 +222,13 @@ class Session(nn.Module):
         super().__init__()
         options = onnxruntime.SessionOptions()
         options.add_session_config_entry(*_IN_FLOAT32)
-        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        try:
+            self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of classes of its own
+            raise ValueError(
+                f"onnxruntime cannot load it ({first_line(error)}). Its real numbers are float32: the module's forward "
+                "must compute in no other dtype, as by .bfloat16() or an autocast of its own"
+            ) from error
 
     def forward(self, input: Tensor | None = None, *, input_ids: Tensor | None = None) -> Any:
         tensor = input_ids if input is None else input

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.kernels import quantize_operand
+from lightning_lowbit.kernels.memory import overlaps
 from lightning_lowbit.nn.casts.facts import group_by_reason, obstacle
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.layers.classes import restore_classes
@@ -70,14 +71,20 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
 
 def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
     changing = {id(layer.weight): name for name, layer in layers.items() if layer.casts.fprop_w is not None}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owner = changing.get(id(parameter))
-            if owner is not None and module is not getattr(layers[owner], "owner", layers[owner]):
-                raise ValueError(
-                    f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
-                    f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
-                )
+    places = {
+        f"{name}.{part}": (name, module, parameter)
+        for name, module in model.named_modules()
+        for part, parameter in module.named_parameters(recurse=False)
+    }
+    for shared in overlaps({place: parameter for place, (*_, parameter) in places.items()}):
+        for owner in (changing[id(places[place][2])] for place in shared if id(places[place][2]) in changing):
+            own = getattr(layers[owner], "owner", layers[owner])
+            for name, module, _ in (places[place] for place in shared):
+                if module is not own:
+                    raise ValueError(
+                        f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, "
+                        f"e.g. layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
+                    )
 
 
 def _quantized(layer: QuantizedLayer, matrix: Tensor) -> Tensor:

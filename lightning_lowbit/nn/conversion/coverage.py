@@ -171,6 +171,12 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 native[kind] += flops
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
+    def idle(self) -> list[str]:
+        """Returns the names of converted layers that have casts, and were not called: what reads their weights itself
+        computes in high precision."""
+        called = {name for name, _ in self.gemms}
+        return [name for name, casts in self.casts().items() if name not in called and casts != LinearCasts()]
+
     def casts(self) -> dict[str, LinearCasts]:
         """Returns the casts of the converted layers now, in any phase."""
         return {name: layer.full_casts for name, layer in self._layers.items()}

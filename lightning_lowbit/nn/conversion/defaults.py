@@ -23,7 +23,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.patterns import select, select_by_name
@@ -106,7 +107,7 @@ def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[s
     kinds: dict[Any, list[str]] = {}
     for path, module in modules.items():
         if path:
-            shapes = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
+            shapes = tuple((name, _shape(weight)) for name, weight in module.named_parameters())
             kinds.setdefault((type(module), shapes), []).append(path)
     twins = {clean_name(name) for name in outputs}
     for copies in kinds.values():
@@ -114,6 +115,10 @@ def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[s
             inside = [name.removeprefix(f"{path}.") for name in twins if name.startswith(f"{path}.")]
             twins |= {f"{copy}.{name}" for copy in copies for name in inside}
     return [name for name in names if clean_name(name) in twins]
+
+
+def _shape(weight: Tensor) -> tuple[int, ...] | None:
+    return None if is_lazy(weight) else tuple(weight.shape)
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:

@@ -43,7 +43,9 @@ _PRODUCT = Reason(
 _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
 _SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it, given that forward")
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
-_EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
+_STACK = Reason("a stack of matrices, as of experts, no nn.Linear", "nn.Linear and GroupedLinear are quantized")
+# A product with their matrices, if any, is another module's.
+WITHOUT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
 _KINDS: dict[Any, Reason] = {
     ConvNd: Reason("a subclass of a convolution, with a forward of its own"),
     nn.MultiheadAttention: Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own"),
@@ -102,8 +104,7 @@ def class_reason(module: Any) -> Reason | None:
     if converted_class(cls) is not None:
         blocked = obstacle(module)
         return None if blocked is None else Reason(blocked)
-    # A product, if any, is not theirs.
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)):
+    if isinstance(module, WITHOUT_PRODUCTS):
         return None
     if is_parametrized(module):
         return Reason(COMPUTED_WEIGHT)
@@ -120,7 +121,7 @@ def class_reason(module: Any) -> Reason | None:
     if any(name.startswith("lora_") for name, _ in module.named_parameters(recurse=False)):
         return Reason("an adapter")
     if any(parameter.dim() == 3 for parameter in matrices) and not isinstance(module, nn.Bilinear):
-        return _EXPERTS
+        return _STACK
     if any(parameter.dim() == 2 and parameter is getattr(module, "weight", None) for parameter in matrices):
         return _WEIGHT
     return Reason("no nn.Linear") if matrices else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts.facts import obstacle
+from lightning_lowbit.nn.casts.facts import LAYER_FACTS, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.patterns import select
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
@@ -34,11 +34,11 @@ class SharedAmaxes:
     def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
         layers = quantized_layers(model)
         names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
-        if frozen := [name for group in names for name in group if layers[name].lowbit.frozen is not None]:
-            raise ValueError(
-                f"shared_amax: {some(frozen)}: the weights are kept as codes, and are not scaled again. Leave out what "
-                "matches them, or call lightning_lowbit.unpack_frozen(model) first."
-            )
+        for holds, why in (LAYER_FACTS[fact] for fact in ("frozen codes", "computed")):
+            if refused := [name for group in names for name in group if holds(layers[name])]:
+                raise ValueError(
+                    f"shared_amax: {some(refused)} cannot share an amax: {why}. Leave out what matches them."
+                )
         self._groups = [[layers[name] for name in group] for group in names]
 
     @torch.inference_mode(False)  # evaluation may come first, and passes of training save them

@@ -139,15 +139,23 @@ class Inventory:
         self._layers: dict[str, weakref.ref[nn.Module]] = {}
         self.take(model)
 
+    def added(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Returns the layers that are new since the last time, by name."""
+        known = {id(layer()) for layer in self._layers.values()}
+        return {name: module for name, module in _present(model).items() if id(module) not in known}
+
     def take(self, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-        """Notes the layers, and returns the new ones since the last time, by name, and the names of lost ones."""
-        modules = [(name, module) for name, module in model.named_modules() if not isinstance(module, CompositeLayer)]
-        now = {clean_name(name): module for name, module in modules if converted_class(module.__class__) is not None}
-        before = {name: layer() for name, layer in self._layers.items()}
+        """Notes the layers, and returns :meth:`added` and the names of lost ones."""
+        now, new = _present(model), self.added(model)
+        present = {id(module) for module in now.values()}
+        lost = [name for name, layer in self._layers.items() if id(layer()) not in present]
         self._layers = {name: weakref.ref(module) for name, module in now.items()}
-        known, present = {id(one) for one in before.values()}, {id(module) for module in now.values()}
-        new = {name: module for name, module in now.items() if id(module) not in known}
-        return new, [name for name, one in before.items() if id(one) not in present]
+        return new, lost
+
+
+def _present(model: nn.Module) -> dict[str, nn.Module]:
+    modules = [(name, module) for name, module in model.named_modules() if not isinstance(module, CompositeLayer)]
+    return {clean_name(name): module for name, module in modules if converted_class(module.__class__) is not None}
 
 
 def described(added: Mapping[str, nn.Module], removed: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitAdamW, LowBitPrecision, TernaryPrecision, quantize
@@ -120,6 +121,13 @@ def test_a_window_is_part_of_the_checkpoint_while_it_is_open():
 def test_nothing_to_act_on(casts):
     with pytest.raises(MisconfigurationException, match="OsciReset needs .* and of 1 converted layers none has one"):
         fit(OsciReset(), plugin=LowBitPrecision(casts))
+
+
+def test_a_weight_that_is_computed_is_left_out():
+    model = Row()
+    prune.identity(model.layer, "weight")
+    with pytest.raises(MisconfigurationException, match="OsciReset needs parameters .* of 1 converted layers none has"):
+        fit(OsciReset(), model=model)
 
 
 def test_sharded_weights_are_refused(monkeypatch):

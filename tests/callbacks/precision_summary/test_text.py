@@ -64,6 +64,24 @@ def assert_said_once(output):
         assert words.count(part) == 1, f"{part!r} was said {words.count(part)} times:\n{output}"
 
 
+class Reads(Two):
+    """Reads the weight of a layer instead of calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.head = nn.Linear(2, 2)  # the output layer
+
+    def forward(self, x):
+        return self.head(super().forward(x @ self.read[0].weight.t() @ self.read[1].weight.t()))
+
+
+def test_layers_that_are_not_called_are_named(capsys):
+    fit(PrecisionSummary(), model=Reads())
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("Converted, but not called in the counted step: read.{0-1}. Where a module reads their") == 1
+
+
 def test_says_layers_coverage_and_average_once(capsys):
     fit(PrecisionSummary())
     output = capsys.readouterr().out

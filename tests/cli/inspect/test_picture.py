@@ -34,6 +34,15 @@ def test_the_picture_has_all_weights_and_how_often_levels_are_used():
         assert f"{candidate.label}: {candidate.cast.bits:.4g} bits, mean {total['sqnr']:.1f} dB" in chart.title
 
 
+def test_many_weights_share_the_rows_of_their_kinds():
+    kinds = ("norm", "blocks.{}.up", "blocks.{}.down")
+    study = inspection(dict.fromkeys(kind.format(i) for i in range(60) for kind in kinds))
+    heat, *_ = study.picture("a title")
+    assert [*heat.rows] == ["norm", "blocks.{0-59}.up", "blocks.{0-59}.down"]
+    lowest = [min(study.numbers[f"blocks.{i}.up"][column]["sqnr"] for i in range(60)) for column in (0, 1)]
+    assert heat.values[1] == lowest and "the lowest of weights whose names differ in numbers" in heat.unit
+
+
 def test_small_differences_look_small_and_exact_weights_are_drawn():
     assert command._limits([20.0, 20.2]) == pytest.approx((18.6, 21.6))
     assert command._limits([10.0, 20.0, math.inf, -math.inf, math.nan]) == (10.0, 20.0)

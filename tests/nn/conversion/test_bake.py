@@ -58,6 +58,10 @@ def test_layers_that_share_an_amax_and_layers_on_their_way_are_baked_as_they_com
 def test_what_no_weight_can_hold_is_refused_and_nothing_is_changed():
     tied = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 8, bias=False))
     tied[1].weight = tied[0].weight
+    three = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    three[2].weight = three[1].weight = three[0].weight
+    view = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    view[1].weight = nn.Parameter(view[0].weight.data.t())
     stochastic = weight_only("int4").replace(fprop_w=weight_only("int4").fprop_w.replace(rounding="stochastic"))
     for model, why in (
         (convert(network(), "int4"), "3 of 3 layers, e.g. 0: it quantizes activations"),
@@ -65,6 +69,8 @@ def test_what_no_weight_can_hold_is_refused_and_nothing_is_changed():
         (convert(network(), weight_only("nvfp4", hadamard={"fprop": 16})), "rotates weights"),
         (convert(network(), stochastic), "stochastically"),
         (convert(tied, weight_only("int4")), "The weight of 1 is also that of 0"),
+        (convert(three, weight_only("int4"), skip=["0", "1"]), "The weight of 2 is also that of [01]"),
+        (convert(view, weight_only("int4")), "The weight of [01] is also that of [01]"),
         (network(), "no converted layers"),
     ):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

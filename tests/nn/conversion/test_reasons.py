@@ -81,7 +81,7 @@ WHY = {
     "matrix": "no nn.Linear: register_linear takes it for one, if it computes",
     "kernel": "no nn.Linear",
     "bilinear": "no nn.Linear",
-    "moe.experts": "a stack of experts, no nn.Linear",
+    "moe.experts": "a stack of matrices, as of experts, no nn.Linear",
     "moe.gate": "a router of experts: name it in overrides or only",
     "moe.router": "a router of experts",
     "adapted": "an adapter",
@@ -166,7 +166,7 @@ REMEDIES = [
         lambda odd: (register_linear(RegisteredMatrix), convert(within(odd), "nvfp4"))[1],
     ),
     (
-        "experts that are nn.Linear layers are quantized",
+        "nn.Linear and GroupedLinear are quantized",
         SomeExperts,
         lambda odd: convert(within(nn.ModuleList(map(linear_of, odd.up))), "nvfp4"),
     ),

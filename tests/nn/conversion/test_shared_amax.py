@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_lowbit import LowBitPrecision, convert
 from lightning_lowbit.distributed import parameter_amaxes
@@ -146,6 +147,14 @@ def test_a_compiled_layer(compiler):
 def test_what_cannot_be_shared_is_refused(casts, patterns, message):
     with pytest.raises(ValueError, match=f"shared_amax.*{message}"):
         SharedAmaxes(convert(Attention(), casts), patterns)
+
+
+def test_weights_that_a_pass_computes_are_refused():
+    """Before the pass they are those of the last one, and after a checkpoint was loaded those of no model."""
+    model = Attention()
+    prune.l1_unstructured(model.k_proj, "weight", 0.5)
+    with pytest.raises(ValueError, match="shared_amax: k_proj cannot share an amax: its weight is computed"):
+        SharedAmaxes(convert(model, "nvfp4"), ["(q|k)_proj"])
 
 
 def test_all_groups_that_cannot_share_are_named():

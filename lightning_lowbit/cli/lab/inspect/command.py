@@ -34,10 +34,13 @@ from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.statistics import sqnr_db
 from lightning_lowbit.quant.transforms import rotate
 from lightning_lowbit.report.blocks import Chart, HeatMap, Table
+from lightning_lowbit.report.formatting import by_kind
 from lightning_lowbit.report.pictures import write_picture
 from lightning_lowbit.report.tables import plain
 
 _WEIGHTS_ALONE = "Save the weights alone, torch.save(model.state_dict(), 'weights.pt'), and give that file."
+
+_MOST_ROWS = 100  # of a picture: more weights share the rows of their kinds
 
 
 @dataclass(frozen=True)
@@ -247,13 +250,17 @@ class Inspection:
         return plain(Table(header, [*weights, [""] * len(header), header, *means], caption))
 
     def picture(self, title: str) -> list[HeatMap | Chart]:
-        """Returns the SQNR of each finite weight, and for each cast how often elements take each level."""
-        sqnr = [[numbers["sqnr"] for numbers in self.numbers[name]] for name in self.finite]
+        """Returns the SQNR of each finite weight, or of each kind of many, and for each cast how often elements take
+        each level."""
+        rows = {name: [name] for name in self.finite} if len(self.finite) <= _MOST_ROWS else by_kind(self.finite)
+        columns = range(len(self.candidates))
+        sqnr = [[min(self.numbers[name][i]["sqnr"] for name in names) for i in columns] for names in rows.values()]
         low, high = _limits([value for row in sqnr for value in row])
-        unit = "SQNR of the weight, dB (higher is better; inf: exact)"
+        of_many = "; the lowest of weights whose names differ in numbers" if len(rows) < len(self.finite) else ""
+        unit = f"SQNR of the weight, dB (higher is better; inf: exact{of_many})"
         labels = [candidate.label for candidate in self.candidates]
-        heat = HeatMap(self.finite, labels, sqnr, unit, low, high, caption=title)
-        return [heat, *map(self._level_chart, range(len(labels)))]
+        heat = HeatMap([*rows], labels, sqnr, unit, low, high, caption=title)
+        return [heat, *map(self._level_chart, columns)]
 
     def _level_chart(self, i: int) -> Chart:
         candidate, total = self.candidates[i], self.totals[i]

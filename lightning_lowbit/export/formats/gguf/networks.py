@@ -99,7 +99,7 @@ def network_of(config: Any) -> Network:
     if network is None:
         raise ValueError(
             f"GGUF files are for networks that llama.cpp has; here {', '.join(NETWORKS)} of transformers. The trained "
-            f"model is {'of none' if kind is None else repr(kind)}. Other formats: --format dequantized, onnx."
+            f"model is {'of none' if kind is None else repr(kind)}. Without --format, those that hold it are listed."
         )
     activation = getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
