@@ -165,7 +165,7 @@ def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> No
 
 def forget_fetches(trainer: Trainer) -> None:
     """Ends what :func:`call_before_fetches` began: a function of a Trainer at rest could not be pickled."""
-    vars(trainer.fit_loop.epoch_loop).pop("_on_before_fetch", None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:

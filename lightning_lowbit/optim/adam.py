@@ -68,6 +68,17 @@ PRESETS = MappingProxyType(
 )
 
 
+def _check_dtypes(parameters: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+    """Raises a ``ValueError`` for parameters in a dtype that an option is not for."""
+    for name, (value, possible, advice) in _DTYPES.items():
+        present = {p.dtype for p in parameters if p.is_floating_point()} if options[name] == value else set()
+        if not present <= possible:
+            raise ValueError(
+                f"{name}={value!r} is for parameters in {', '.join(sorted(map(str, possible)))}, got "
+                f"{', '.join(sorted(map(str, present)))}: {advice}."
+            )
+
+
 class ClippedAdam(ClippedOptimizer):
     """Adam with all options of this package, for parameters of any real floating dtype, whole or sharded.
 
@@ -93,16 +104,12 @@ class ClippedAdam(ClippedOptimizer):
         options = {**self.defaults, **param_group}
         self._check_options(options)
         super().add_param_group(param_group)
-        parameters = self.param_groups[-1]["params"]
-        present = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
-        for name, (value, possible, advice) in _DTYPES.items():
-            if options[name] == value and not present <= possible:
-                self.param_groups.pop()
-                self._remember_parameters()
-                raise ValueError(
-                    f"{name}={value!r} is for parameters in {', '.join(sorted(map(str, possible)))}, got "
-                    f"{', '.join(sorted(map(str, present)))}: {advice}."
-                )
+        try:
+            _check_dtypes(self.param_groups[-1]["params"], options)
+        except ValueError:
+            self.param_groups.pop()
+            self._remember_parameters()
+            raise
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_options(type(self).__name__, options)
@@ -146,6 +153,7 @@ class ClippedAdam(ClippedOptimizer):
                 "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'. "
                 "Or pass moments='fp32' and density=1."
             )
+        _check_dtypes([parameter], group)  # again: the model may have been converted since
         state = self.state[parameter] or self._new_state(parameter, moments, has_master)
         present, needed = _TENSORS & set(state), (*moments.names, *(["master"] if has_master else []))
         if present != set(needed):
