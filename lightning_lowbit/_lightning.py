@@ -168,6 +168,11 @@ def forget_fetches(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
 
 
+def trains_elsewhere(trainer: Trainer) -> bool:
+    """Returns whether processes train that end with ``fit``: those of ``ddp_spawn``, ``ddp_fork``, ``ddp_notebook``."""
+    return isinstance(trainer.strategy.launcher, pytorch.strategies.launchers._MultiProcessingLauncher)
+
+
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:
     """Metrics logged so far. ``trainer.callback_metrics`` may start a reduction over processes; this does not."""
     return trainer._logger_connector._callback_metrics
