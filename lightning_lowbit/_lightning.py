@@ -148,7 +148,8 @@ def validation_is_due(trainer: Trainer) -> bool:
 def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> None:
     """Calls a function before the process fetches a training batch, with its number in the epoch.
 
-    Call it in ``on_train_start``. Lightning has no hook there: it takes the place of the start of a profile.
+    Call it in ``on_train_start``, and :func:`forget_fetches` when training ends. Lightning has no hook there: it takes
+    the place of the start of a profile.
     """
     loop = trainer.fit_loop.epoch_loop
     start = type(loop)._on_before_fetch
@@ -160,6 +161,16 @@ def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> No
         start(loop)
 
     loop._on_before_fetch = before_fetch  # type: ignore[method-assign]
+
+
+def forget_fetches(trainer: Trainer) -> None:
+    """Ends what :func:`call_before_fetches` began: a function of a Trainer at rest could not be pickled."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
+
+
+def trains_elsewhere(trainer: Trainer) -> bool:
+    """Returns whether processes train that end with ``fit``: those of ``ddp_spawn``, ``ddp_fork``, ``ddp_notebook``."""
+    return isinstance(trainer.strategy.launcher, pytorch.strategies.launchers._MultiProcessingLauncher)
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:

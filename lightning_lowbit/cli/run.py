@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -110,7 +111,8 @@ class LowBitCLI(LightningCLI):
             super().instantiate_classes()
 
     def _run_subcommand(self, subcommand: str) -> None:
-        with self._naming_options(), _removed_if_it_fails(self.trainer):
+        checkpoint = self.config[subcommand].ckpt_path
+        with self._naming_options(), _removed_if_it_fails(self.trainer), _checking_weights(checkpoint):
             super()._run_subcommand(subcommand)
 
     @contextmanager
@@ -132,6 +134,22 @@ class LowBitCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning would let hyperparameters in a checkpoint override the configuration."""
+
+
+@contextmanager
+def _checking_weights(checkpoint: str | None) -> Generator[None, None, None]:
+    """Raises a ``ValueError`` for a checkpoint of another model, of which torch lists all tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        head, *faults = str(error).splitlines()
+        if checkpoint is None or not head.startswith("Error(s) in loading state_dict"):
+            raise
+        others = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise ValueError(
+            f"The checkpoint {checkpoint} is of another model: {shorten(faults[0], 200).rstrip('.')}{others}. Give the "
+            "configuration of its training, config.yaml in the folder of its run."
+        ) from error
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from torch.optim.optimizer import ParamsT
 from lightning_lowbit._torch import foreach_copy_
 from lightning_lowbit._torch.devices import frexp, power_of_two
 from lightning_lowbit.checks import choose
-from lightning_lowbit.distributed import Sharding, local
+from lightning_lowbit.distributed import Sharding, local, sharding_of
 from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, moments_of, statistics_dtype
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.optim.passes import SCALARS, Batch
@@ -68,6 +68,29 @@ PRESETS = MappingProxyType(
 )
 
 
+def _check_dtypes(parameters: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+    """Raises a ``ValueError`` for parameters in a dtype that an option is not for."""
+    for name, (value, possible, advice) in _DTYPES.items():
+        present = {p.dtype for p in parameters if p.is_floating_point()} if options[name] == value else set()
+        if not present <= possible:
+            raise ValueError(
+                f"{name}={value!r} is for parameters in {', '.join(sorted(map(str, possible)))}, got "
+                f"{', '.join(sorted(map(str, present)))}: {advice}."
+            )
+
+
+def _moments(sharding: Sharding, group: Mapping[str, Any]) -> DenseMoments:
+    """Returns a group's format for a sharded parameter; a ``ValueError`` if it needs rows and FSDP1 cuts them."""
+    moments = moments_of(group, len(sharding.shape))
+    if sharding.is_flat and moments.draws:
+        raise ValueError(
+            "Under FSDP1 a rank holds a stretch of a matrix and no rows: FP8 and sparse moments need "
+            "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'. Or pass moments='fp32' "
+            "and density=1."
+        )
+    return moments
+
+
 class ClippedAdam(ClippedOptimizer):
     """Adam with all options of this package, for parameters of any real floating dtype, whole or sharded.
 
@@ -93,16 +116,12 @@ class ClippedAdam(ClippedOptimizer):
         options = {**self.defaults, **param_group}
         self._check_options(options)
         super().add_param_group(param_group)
-        parameters = self.param_groups[-1]["params"]
-        present = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
-        for name, (value, possible, advice) in _DTYPES.items():
-            if options[name] == value and not present <= possible:
-                self.param_groups.pop()
-                self._remember_parameters()
-                raise ValueError(
-                    f"{name}={value!r} is for parameters in {', '.join(sorted(map(str, possible)))}, got "
-                    f"{', '.join(sorted(map(str, present)))}: {advice}."
-                )
+        try:
+            _check_dtypes(self.param_groups[-1]["params"], options)
+        except ValueError:
+            self.param_groups.pop()
+            self._remember_parameters()
+            raise
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_options(type(self).__name__, options)
@@ -139,13 +158,8 @@ class ClippedAdam(ClippedOptimizer):
     def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        moments, has_master = moments_of(group, len(sharding.shape)), group["master_weights"] is not None
-        if sharding.is_flat and moments.draws:
-            raise ValueError(
-                "Under FSDP1 a rank holds a stretch of a matrix and no rows: FP8 and sparse moments need "
-                "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'. "
-                "Or pass moments='fp32' and density=1."
-            )
+        moments, has_master = _moments(sharding, group), group["master_weights"] is not None
+        _check_dtypes([parameter], group)  # again: the model may have been converted since
         state = self.state[parameter] or self._new_state(parameter, moments, has_master)
         present, needed = _TENSORS & set(state), (*moments.names, *(["master"] if has_master else []))
         if present != set(needed):
@@ -155,6 +169,11 @@ class ClippedAdam(ClippedOptimizer):
                 "new optimizer."
             )
         return state, moments, {name: local(state[name]) for name in needed}
+
+    def _fault(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        if fault := super()._fault(saved, parameter, group):
+            _moments(sharding_of(parameter), group)  # raises if no state would fit
+        return fault
 
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
         moments = moments_of(group, shard.dim()).entries(shard.shape, statistics_dtype(shard))

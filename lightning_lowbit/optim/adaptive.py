@@ -43,7 +43,8 @@ class Adaptive(ClippedOptimizer):
     Args:
         optimizer: a `torch.optim.Optimizer` that steps without a closure; use it through the wrapper only. Or
             parameters, for which ``base`` makes it.
-        base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
+        base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``, for a model with an
+            ``OptimizerCallable``. (The key ``optimizer`` of LightningCLI itself needs an argument ``params``.)
         element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers with ``exp_avg_sq``; or None.
         norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
         gamma1: γ1 of AdaGN, average of the gradient norm; table A.2: .7.

@@ -14,6 +14,7 @@ from lightning_lowbit._lightning import (
     rank_zero_info,
     rank_zero_warn,
     say_once,
+    trains_elsewhere,
 )
 from lightning_lowbit.checks import positive, some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
@@ -110,11 +111,15 @@ class RunState:
         trainer = self.runs.trainer
         return int(trainer.accumulate_grad_batches) if trainer is not None and self.is_automatic else 1
 
+    @property
+    def _has_state(self) -> bool:
+        """True if evaluation depends on more than weights and constructor."""
+        return self.layers.has_state or self.outputs.is_followed or self.compute.is_followed
+
     def begin(self, trainer: Any, model: nn.Module) -> bool:
         """Goes on with a run or begins another one; returns whether it begins one."""
         is_first = self.runs.is_first()
-        has_state = self.layers.has_state or self.outputs.is_followed or self.compute.is_followed
-        is_new = not self.runs.go_on(trainer, model, has_state, bool(self.layers.histories))
+        is_new = not self.runs.go_on(trainer, model, self._has_state, bool(self.layers.histories))
         if is_new and not is_first:
             for part in (self.layers, self.outputs, self.compute):
                 part.restart()
@@ -228,10 +233,17 @@ class RunState:
             self.scaling.unscale_(optimizer, self.layers.device, over_ranks)
 
     def report(self) -> None:
-        """Logs how many steps of a training were skipped."""
+        """Logs how many steps of a training were skipped, and warns if its state ends with this process."""
         trainer = self.runs.trainer
-        if self.scaling is not None and trainer is not None and trainer.state.fn == "fit":
+        if trainer is None or trainer.state.fn != "fit":
+            return
+        if self.scaling is not None:
             self.scaling.report(self.layers.step)
+        if self._has_state and trains_elsewhere(trainer):
+            rank_zero_warn(
+                "The processes that trained end now. The one that started them gets the weights alone: phase, λ, casts "
+                "and amaxes stay there as they were. Evaluate a checkpoint (ckpt_path), or train with strategy='ddp'."
+            )
 
     @property
     def trained(self) -> Trained:

@@ -100,6 +100,9 @@ def refusals(meshes):
     for name, (case, spread, connected) in attempts.items():
         if meshes.has(spread.mesh):
             told[name] = message(partial(Run(case, spread, meshes[2,], connected).train, end=1))
+    if meshes.has((2,)):
+        run = Run("fp8", SPREADS["fsdp1"], meshes[2,], True)
+        told["fp8 loaded under fsdp1"] = message(partial(load, run, "fp8 whole", meshes[2,]))
     if meshes.has((3,)):
         p = place(meshes[3,], torch.zeros(2, 260), Shard(1))
         told["rows of lengths that no one else has"] = message(

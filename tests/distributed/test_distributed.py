@@ -214,6 +214,7 @@ def test_fp8_moments_whose_blocks_are_cut(results):
     "name, ranks, words",
     [
         ("fp8 under fsdp1", 2, ["FSDP1", "ModelParallelStrategy (FSDP2)", "NO_SHARD"]),
+        ("fp8 loaded under fsdp1", 2, ["FSDP1", "ModelParallelStrategy (FSDP2)", "NO_SHARD"]),
         ("sparse under fsdp1", 2, ["FSDP1", "ModelParallelStrategy (FSDP2)", "NO_SHARD"]),
         ("sparse with cut rows", 2, ["(3, 32)", "density=1"]),
         ("flat buffers", 2, ["flat buffer", "use_orig_params=True"]),

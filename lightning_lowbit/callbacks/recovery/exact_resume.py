@@ -12,11 +12,15 @@ from lightning_lowbit._lightning import (
     StochasticWeightAveraging,
     Trainer,
     call_before_fetches,
+    forget_fetches,
     rank_zero_warn,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
+from lightning_lowbit.checks import some
+from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.precision.run_settings import data_rank, global_seed
+from lightning_lowbit.saved_state import check_state
 
 _FETCH = 1  # other random numbers before a batch is fetched than in its training step
 _AFTER_THE_EPOCH = (
@@ -24,6 +28,7 @@ _AFTER_THE_EPOCH = (
     "Lightning {which}, so the run may differ from an uninterrupted one. Resume from a checkpoint of a step "
     "(CrashSafeCheckpoint with every_n_train_steps){or_else}."
 )
+_FROZEN = "lightning_lowbit_frozen"  # names of parameters, in the checkpoint
 # Of Lightning; within an epoch nothing calls their on_train_epoch_start again.
 _BY_EPOCH = (BaseFinetuning, StochasticWeightAveraging)
 
@@ -38,7 +43,8 @@ class ExactResume(LowBitCallback):
     The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume. Use one with
     ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the accumulated
     gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after ``Trainer.fit``,
-    resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning.
+    resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning. There is one, too,
+    for parameters that are frozen and were not in the checkpoint, or the other way round.
 
     Args:
         seed: any integer; None takes the seed of ``seed_everything``, or 0.
@@ -49,16 +55,27 @@ class ExactResume(LowBitCallback):
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = global_seed() if seed is None else seed
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._frozen: set[str] | None = None  # in the checkpoint that was loaded
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the first process's seed: others may have been started after another ``seed_everything``."""
         self.seed = trainer.strategy.broadcast(self.seed)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the names of frozen parameters, which Lightning's checkpoints do not tell."""
+        checkpoint[_FROZEN] = [name for name, is_frozen in _frozen(pl_module).items() if is_frozen]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Warns if Lightning takes the place in the run for another one."""
         loop = checkpoint.get("loops", {}).get("fit_loop")
         if trainer.state.fn != "fit" or loop is None:
             return
+        if _FROZEN in checkpoint:
+            check_state(_FROZEN, checkpoint[_FROZEN], [str])
+            self._frozen = {*checkpoint[_FROZEN]}
         epochs, is_whole = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]["is_last_batch"]
         has_ended = epochs["processed"] == epochs["ready"] > 0
         if has_ended and not is_whole:
@@ -78,15 +95,40 @@ class ExactResume(LowBitCallback):
         """Seeds each fetch too: the order of data is drawn with the first one of an epoch, alike on all ranks."""
 
         def before_fetch(number: int) -> None:
-            if self not in trainer.callbacks:  # type: ignore[attr-defined]
-                return  # taken out between two fits
             _seed(self.seed, trainer.current_epoch, number, data_rank(trainer) if number else 0, _FETCH)
 
         call_before_fetches(trainer, before_fetch)
+        self._compare_frozen(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        forget_fetches(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        forget_fetches(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
         _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
+
+    def _compare_frozen(self, pl_module: LightningModule) -> None:
+        """Warns if other parameters are frozen than in the checkpoint, before an epoch begins and may change them."""
+        before, self._frozen = self._frozen, None
+        if before is None:
+            return
+        is_frozen = _frozen(pl_module)
+        news = [name for name, frozen in is_frozen.items() if frozen and name not in before]
+        others = [name for name, frozen in is_frozen.items() if not frozen and name in before]
+        for names, words in ((news, "trained then and frozen here"), (others, "frozen then and trained here")):
+            if names:
+                rank_zero_warn(
+                    f"The run differs from the one that saved the checkpoint: {some(names)}, {words}. What freezes or "
+                    "unfreezes in one epoch alone, as BaseFinetuning may, does not do so again after it: set "
+                    "requires_grad in on_load_checkpoint, which is told the epoch."
+                )
+
+
+def _frozen(pl_module: LightningModule) -> dict[str, bool]:
+    return {clean_name(name): not parameter.requires_grad for name, parameter in pl_module.named_parameters()}
 
 
 def _seed(*place: int) -> None:

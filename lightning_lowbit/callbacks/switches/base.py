@@ -1,5 +1,6 @@
 """The base class of callbacks that change something during training, at a step that a trigger gives."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ from lightning_lowbit._lightning import (
     LightningModule,
     Trainer,
     is_validation_of_fit,
+    rank_zero_info,
     rank_zero_warn,
     say_once,
     total_steps,
@@ -50,6 +52,7 @@ class Switch(LowBitCallback):
         self._looked: int | None = None  # the last step for which the trigger was asked
         self._acted: int | None = None  # the last step at which it acted
         self._done = False
+        self._is_too_late = False  # for this run, as it has been told
 
     def _start_afresh(self) -> None:
         self._trigger.start_afresh()
@@ -72,7 +75,8 @@ class Switch(LowBitCallback):
         ]
         due, total = self._resolve(trainer, pl_module), total_steps(trainer)
         # Manual optimization may take more steps than there are batches.
-        if self._trigger.is_known and pl_module.automatic_optimization and due >= total:
+        self._is_too_late = self._trigger.is_known and pl_module.automatic_optimization and due >= total
+        if self._is_too_late:
             say_once(
                 f"{type(self).__name__}({self._trigger.why()}) is due at step {due:g} and will not act: this run "
                 f"ends at step {total:g}."
@@ -107,6 +111,15 @@ class Switch(LowBitCallback):
             rank_zero_warn(
                 f"{type(self).__name__} goes by trainer.global_step, which is still 0 after an epoch: Lightning counts "
                 "the steps of self.optimizers(), but not those of raw optimizers (use_pl_optimizer=False)."
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says so if the switch was not due, as in a run that ends early, or whose metric does not get there."""
+        if self._due >= trainer.global_step > 0 and not self._is_too_late:
+            when = next(f"{name}={value!r}" for name in _TRIGGERS if (value := getattr(self, name, None)) is not None)
+            due = f" and it is due at step {self._due:g}" if self._due < math.inf else ""
+            rank_zero_info(
+                f"{type(self).__name__}({when}) has not acted: training ended at step {trainer.global_step}{due}."
             )
 
     def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:

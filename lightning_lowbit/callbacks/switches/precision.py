@@ -165,6 +165,7 @@ class PrecisionSwitch(Switch):
             self._rates.by(min(1.0, steps / self.rewarm), trainer.optimizers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
         self._rates.release()
         plugin: Any = trainer.precision_plugin
         if plugin.is_blending and not self.composes and self is self._conflicting[0]:

@@ -1,5 +1,6 @@
 """Random numbers as a function of the place in the run."""
 
+import pickle
 import random
 import warnings
 from contextlib import contextmanager
@@ -174,6 +175,45 @@ def test_a_callback_of_epochs_that_resumes_within_one_gets_a_warning(callback, t
         with warned() as messages:
             resume.on_load_checkpoint(trainer, BoringModel(), checkpoint)
         assert any("acts at the start of epochs" in message for message in messages) == warns, (step, messages)
+
+
+class Thaws(BoringModel):
+    """The weight or the bias is frozen; in the second epoch alone they change places."""
+
+    frozen = "layer.bias"
+
+    def on_fit_start(self):
+        self.get_parameter(self.frozen).requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            for parameter in self.parameters():
+                parameter.requires_grad_(not parameter.requires_grad)
+
+
+@each("epochs, warns", [(1, False), (2, True)])
+def test_other_frozen_parameters_than_in_the_checkpoint_get_a_warning(epochs, warns, tmp_path):
+    path = tmp_path / f"{epochs}.ckpt"
+    run(Thaws(), max_epochs=epochs).save_checkpoint(path)
+    with warned() as messages:
+        run(Thaws(), ckpt_path=path, max_epochs=3)
+    messages = [message for message in messages if "differs from the one that saved the checkpoint" in message]
+    texts = ["layer.bias, trained then and frozen here", "layer.weight, frozen then and trained here"]
+    assert len(messages) == 2 * warns and all(map(str.__contains__, messages, texts)), messages
+
+
+class Stops(BoringModel):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError
+
+
+def test_a_trainer_at_rest_can_be_pickled():
+    trainer = run(BoringModel(), max_epochs=1)
+    pickle.dumps(trainer)
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(RuntimeError):
+        trainer.fit(Stops())
+    pickle.dumps(trainer)
 
 
 def test_ranks_draw_alike_where_they_share_a_batch(tmp_path):

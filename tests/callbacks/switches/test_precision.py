@@ -54,6 +54,27 @@ def test_switches_all_layers_at_a_step(callbacks, kwargs, full, qaf):
     assert fit(*callbacks, **kwargs) == ["fqt"] * full + ["qaf"] * qaf
 
 
+@each(
+    "switch, line",
+    [
+        (
+            lambda: QAFSwitch(step=4),
+            "QAFSwitch(step=4) has not acted: training ended at step 3 and it is due at step 4.",
+        ),
+        (lambda: PrecisionSwitch("bf16", tokens=10**9), "tokens=1000000000) has not acted: training ended at step 3."),
+        (lambda: QAFSwitch(step=2), None),
+    ],
+)
+def test_a_run_that_ends_before_the_switch_says_so(switch, line, told):
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 3
+
+    told.clear()
+    fit(switch(), Stops())
+    assert (line or "") in told.text and ("has not acted" in told.text) == (line is not None), told.text
+
+
 def test_a_later_change_by_hand_stands():
     class ByHand(Callback):
         def on_train_batch_start(self, trainer, *_):

@@ -114,6 +114,10 @@ def test_validate_from_a_checkpoint(capsys):
     assert said in capsys.readouterr().out
     (again,) = scalars("runs/tiny/version_1", "val_loss").values()
     assert again == last
+    assert lowbit("--ckpt_path=last", "--model.init_args.config.hidden_size=16", command="validate") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowbit: error: ")]
+    assert "last.ckpt is of another model: size mismatch for model.model.embed_tokens.weight" in line
+    assert "and 11 more. Give the configuration of its training, config.yaml" in line
 
 
 @pytest.mark.slow

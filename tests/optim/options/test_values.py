@@ -135,6 +135,16 @@ def test_options_that_do_not_fit_are_refused(kind, dtype, option, words):
     assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
 
 
+@each("option, dtype", [({"moments": "fp8"}, torch.float64), ({"master_weights": "fp16"}, torch.float32)])
+def test_a_model_of_another_dtype_since_is_refused(option, dtype):
+    """As that of Fabric's setup with 64-true, which comes after the optimizer."""
+    optimizer = LowBitAdamW([parameter := Parameter(torch.ones(3, 3, dtype=torch.bfloat16))], **option)
+    parameter.data = parameter.data.to(dtype)
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=f"is for parameters in .*, got {dtype}"):
+        optimizer.step()
+
+
 KEPT = r"\(3, 4\) .* are kept, and not .*moments and master_weights cannot be changed in mid-training.*new optimizer"
 
 

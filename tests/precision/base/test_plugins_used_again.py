@@ -1,7 +1,10 @@
 """One plugin in several Trainers, as in cross-validation: it has the state of one run."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
 from tests.lightning_imports import MisconfigurationException, quiet_trainer
@@ -193,3 +196,11 @@ def test_a_trainer_resumes_its_run_from_a_checkpoint():
     assert folds.loss(0) == fresh.loss(0)
     with pytest.raises(MisconfigurationException, match=LOST):
         folds.loss(1)
+
+
+@each("plugin, warns", [(fp8, True), (fp4, False)])
+def test_a_state_that_ends_with_the_process_that_trained_is_told(plugin, warns):
+    """By a warning there, which is an error in tests."""
+    told = pytest.raises(ProcessRaisedException, match="The processes that trained end now")
+    with told if warns else nullcontext():
+        quiet_trainer(plugin(), strategy="ddp_fork", devices=1, max_steps=1).fit(model(0))
