@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +39,8 @@ _NOISE = (
     r"The '.*_dataloader' does not have many workers",
     r"The dirpath has changed from",
 )
+
+_LOADING = {"load_model_state_dict", "load_optimizer_state_dict"}  # methods of Lightning's strategies
 
 _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 
@@ -110,7 +114,8 @@ class LowBitCLI(LightningCLI):
             super().instantiate_classes()
 
     def _run_subcommand(self, subcommand: str) -> None:
-        with self._naming_options(), _removed_if_it_fails(self.trainer):
+        path = self.config[subcommand].get("ckpt_path")
+        with self._naming_options(), _removed_if_it_fails(self.trainer), _said_if_it_does_not_fit(path):
             super()._run_subcommand(subcommand)
 
     @contextmanager
@@ -149,6 +154,23 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
                 with suppress(OSError):  # not empty
                     folder.rmdir()
         raise
+
+
+@contextmanager
+def _said_if_it_does_not_fit(path: str | None) -> Generator[None, None, None]:
+    """Raises a ``ValueError`` for a checkpoint that model or optimizer cannot load."""
+    try:
+        yield
+    except (KeyError, RuntimeError) as error:
+        if path is None or _LOADING.isdisjoint(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)):
+            raise
+        config = Path(path).parent.parent / "config.yaml"
+        where = f", which are in {config}" if config.exists() else ""
+        fault = shorten(f"{type(error).__name__}: {error}", 300)
+        raise ValueError(
+            f"The checkpoint {path} does not fit this run: {fault}. Give the model and the optimizer of its "
+            f"run{where}, or another checkpoint."
+        ) from error
 
 
 def check(arguments: Sequence[str]) -> None:

@@ -131,6 +131,17 @@ def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
     assert not Path("runs/tiny/version_0/config.yaml").read_text().startswith("# The checkpoint")
 
 
+def test_a_checkpoint_of_another_model_or_optimizer_is_answered_with_the_options_of_its_run(capsys):
+    often = "--trainer.callbacks.init_args.every_n_train_steps=2"
+    assert lowbit(often) == 0
+    path = "runs/tiny/version_0/checkpoints/step=6.ckpt"
+    for other, fault in (("--model.init_args.config.hidden_size=64", "size mismatch"), ("--config=adamw", "KeyError")):
+        assert lowbit(often, other, f"--ckpt_path={path}", "--trainer.max_steps=8") == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith(f"lowbit: error: The checkpoint {path} does not fit this run: ") and fault in last
+        assert "optimizer of its run, which are in runs/tiny/version_0/config.yaml, or another" in last
+
+
 def test_a_list_option_takes_one_item():
     Path("skip.yaml").write_text("trainer: {plugins: {init_args: {only: q_proj}}}")
     assert lowbit("--trainer.plugins.init_args.skip", "lm_head", "--config=skip.yaml") == 0
