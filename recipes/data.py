@@ -63,8 +63,9 @@ def find_files(path: str | None) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise ValueError(
-            f"TextDataModule needs a file or a folder of text, but {root} does not exist; check `path`, or write"
-            f" {HUB}NAME or {HUB}NAME:CONFIG for a data set of the Hugging Face Hub."
+            f"TextDataModule needs a file or a folder of text, but {root}"
+            f" {'is neither' if root.exists() else 'does not exist'}; check `path`, or write {HUB}NAME or"
+            f" {HUB}NAME:CONFIG for a data set of the Hugging Face Hub."
         )
     files = {}
     for file in root.rglob("*"):
@@ -110,15 +111,33 @@ def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
 def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
     """Yields the documents of files as UTF-8: each text file is one, and each row of JSON or Parquet.
 
-    In text files, invalid UTF-8 becomes U+FFFD, and line ends become ``\\n``.
+    In text files, invalid UTF-8 becomes U+FFFD, and line ends become ``\\n``. Warns of the former, and of rows without
+    text.
     """
     for file in files:
         kind = kind_of(file)
         if kind in ("text", None):
-            yield file.read_text(encoding="utf-8", errors="replace").encode()
+            yield _read_text(file).encode()
         elif file.stat().st_size:
+            rows = blanks = 0
             for row in read_rows(file, kind):
                 yield text_of(row, column, str(file))
+                rows, blanks = rows + 1, blanks + (row[column] is None)
+            if blanks:
+                rank_zero_warn(
+                    f"{blanks} of {rows} rows of {file} have no text in the column {column!r}, and are left out."
+                )
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        rank_zero_warn(
+            f"{file} is not in UTF-8 ({error.reason}, at byte {error.start}): U+FFFD stands for what cannot be read. "
+            f"Convert it, for example by: iconv -f ENCODING -t UTF-8 '{file.name}' > new.txt"
+        )
+        return file.read_text(encoding="utf-8", errors="replace")
 
 
 def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:

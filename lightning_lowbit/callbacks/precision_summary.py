@@ -169,8 +169,8 @@ class PrecisionSummary(LowBitCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.counter is not None and self._steps:
             steps = ", ".join(f"{phase}: {count}" for phase, count in self._steps.items())
-            average = f"{self.average_bits():.2f} bits per GEMM operand (optimizer steps in {steps})."
-            self._show(trainer, Text(f"Average over the run: {average}"))
+            phases = f" (optimizer steps in {steps})" if self.counter.casts() else ""  # without layers of casts: none
+            self._show(trainer, Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand{phases}."))
             self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

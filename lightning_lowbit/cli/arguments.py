@@ -50,6 +50,8 @@ SHORT = (
     *("torch.distributed", "transformers.optimization", "transformers.trainer_pt_utils"),
 )
 
+_OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
+
 _UNKNOWN: Any = object()  # the value of an argument of which only a part is given
 
 
@@ -132,7 +134,11 @@ def _arguments_in(
         module, _, name = path.rpartition(".")
         if name[:1].isupper() and (names := missing_class(path)) is not None:
             raise ValueError(f"--{option}{where}: {module} has no {name}.{nearest(name, names)}")
+    takes_class = isinstance(path, str) and class_arguments(path) is not None
     for key, item in value.items() if isinstance(value, Mapping) else ():
+        if takes_class and key not in _OF_CLASSES:
+            example = f"{option.rpartition('.')[2]}: {{init_args: {{{key}: …}}}}"
+            raise ValueError(f"--{option}.{key}{where}: arguments of a class stand in its init_args. Write {example}.")
         yield _Argument(None, None, f"{option}.{key}", where, item)
         for argument in item if key == "init_args" and isinstance(item, Mapping) else ():
             if "." not in str(argument):

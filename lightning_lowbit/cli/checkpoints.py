@@ -54,6 +54,8 @@ def _check_strategy(path: Path, trainer: Any) -> None:
     """Raises if the strategy of the configuration, a name or a class, does not load a folder of shards."""
     strategy = getattr(trainer, "strategy", None)
     strategy = str(getattr(strategy, "class_path", strategy))
+    if path.is_dir() and (inside := find_checkpoints(path)):
+        raise ValueError(f"{path} is a folder of checkpoints. Give one, such as the newest: --ckpt_path {inside[0]}.")
     if path.is_dir() and _WHOLE.fullmatch(strategy):
         raise ValueError(
             f"{path} is a folder of shards, which the strategy {strategy} does not load. Give --trainer.strategy of "

@@ -116,7 +116,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_short_help(name))
         return 0
     if place is not None:
-        del rest[place + 1]
+        rest[place : place + 2] = ["--help"]
     check_run(name, rest)
     import_module("lightning_lowbit.cli.run").run([name, *rest])
     return 0

@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from yaml.error import MarkedYAMLError
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.mistakes import arguments_of, class_at
@@ -93,9 +94,22 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands in a mapping twice, of which PyYAML would take the last one alone."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key in keys]
+        for place, key in enumerate(keys):
+            if key.value in names[:place]:
+                raise MarkedYAMLError(None, None, f"found the key {key.value!r} twice", key.start_mark)
+        return node
+
+
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.load(path.read_text(), _Loader)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text: give a YAML file.") from None
     except yaml.YAMLError as error:

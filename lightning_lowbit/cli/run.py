@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,8 @@ _NOISE = (
     r"The '.*_dataloader' does not have many workers",
     r"The dirpath has changed from",
 )
+
+_LOADING = {"load_model_state_dict", "load_optimizer_state_dict"}  # methods of Lightning's strategies
 
 _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 
@@ -111,8 +114,8 @@ class LowBitCLI(LightningCLI):
             super().instantiate_classes()
 
     def _run_subcommand(self, subcommand: str) -> None:
-        checkpoint = self.config[subcommand].ckpt_path
-        with self._naming_options(), _removed_if_it_fails(self.trainer), _checking_weights(checkpoint):
+        path = self.config[subcommand].get("ckpt_path")
+        with self._naming_options(), _removed_if_it_fails(self.trainer), _said_if_it_does_not_fit(path):
             super()._run_subcommand(subcommand)
 
     @contextmanager
@@ -137,22 +140,6 @@ class LowBitCLI(LightningCLI):
 
 
 @contextmanager
-def _checking_weights(checkpoint: str | None) -> Generator[None, None, None]:
-    """Raises a ``ValueError`` for a checkpoint of another model, of which torch lists all tensors."""
-    try:
-        yield
-    except RuntimeError as error:
-        head, *faults = str(error).splitlines()
-        if checkpoint is None or not head.startswith("Error(s) in loading state_dict"):
-            raise
-        others = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise ValueError(
-            f"The checkpoint {checkpoint} is of another model: {shorten(faults[0], 200).rstrip('.')}{others}. Give the "
-            "configuration of its training, config.yaml in the folder of its run."
-        ) from error
-
-
-@contextmanager
 def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
@@ -167,6 +154,25 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
                 with suppress(OSError):  # not empty
                     folder.rmdir()
         raise
+
+
+@contextmanager
+def _said_if_it_does_not_fit(path: str | None) -> Generator[None, None, None]:
+    """Raises a ``ValueError`` for a checkpoint that model or optimizer cannot load."""
+    try:
+        yield
+    except (KeyError, RuntimeError) as error:
+        if path is None or _LOADING.isdisjoint(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)):
+            raise
+        config = Path(path).parent.parent / "config.yaml"
+        where = f", which are in {config}" if config.exists() else ""
+        head, *faults = str(error).splitlines()  # torch lists all tensors below a head
+        fault = shorten(faults[0] if faults else f"{type(error).__name__}: {head}", 300).rstrip(".")
+        fault += f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise ValueError(
+            f"The checkpoint {path} does not fit this run: {fault}. Give the model and the optimizer of its "
+            f"run{where}, or another checkpoint."
+        ) from error
 
 
 def check(arguments: Sequence[str]) -> None:

@@ -81,6 +81,9 @@ def test_a_path_is_looked_at_too_unless_it_is_in_the_format_of_others():
         Path("mine.ckpt").write_text(content)
         with pytest.raises(ValueError, match=message):
             resolve("mine.ckpt", TRAINER, trains=True)
+    save_file(place(3, "step=7.ckpt"), 7)
+    with pytest.raises(ValueError, match="runs is a folder of checkpoints. .* newest: --ckpt_path runs/.*step=7.ckpt"):
+        resolve("runs", TRAINER, trains=True)
     Path("mine.ckpt").write_bytes(b"of a plugin\0")
     for path in ("mine.ckpt", "registry:name", "best", "hpc", None):
         assert resolve(path, TRAINER, trains=True) == path

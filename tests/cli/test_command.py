@@ -131,10 +131,11 @@ def test_help_on_training_is_short_and_begins_with_recipes(capsys):
     examples = {option: "quickstart" if option == "--config" else value for option, value, *_ in options}
     assert len(examples) == 11
     check(["fit", *(f"{option}={value}" for option, value in examples.items())])
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["fit", "--help", "all"])
-    assert ended.value.code == 0
-    assert "--trainer.gradient_clip_val" in capsys.readouterr().out
+    for option in ("--help", "-h"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["fit", option, "all"])
+        assert ended.value.code == 0
+        assert "--trainer.gradient_clip_val" in capsys.readouterr().out
 
 
 @each(

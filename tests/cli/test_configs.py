@@ -13,6 +13,7 @@ from lightning_lowbit.cli.configs import (
     merge_all,
     merge_configs,
     options_with_lists,
+    read_config,
     recipes,
     with_lists,
 )
@@ -125,6 +126,14 @@ def test_find_config():
     assert find_config("quickstart") == Path("quickstart"), "a file comes first"
     with pytest.raises(FileNotFoundError, match="Did you mean 'llama_350m' or 'llama_130m'"):
         find_config("llama_30m")
+
+
+def test_a_key_may_stand_in_a_mapping_once():
+    Path("anchors.yaml").write_text("a: &a {x: 1}\nb: {<<: *a, x: 2}\nc: {x: 3}")
+    assert read_config(Path("anchors.yaml")) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 3}}
+    Path("twice.yaml").write_text("trainer: {plugins: P}\nmodel: M\ntrainer: {max_steps: 3}")
+    with pytest.raises(ValueError, match="found the key 'trainer' twice .*line 3"):
+        read_config(Path("twice.yaml"))
 
 
 # --- one item in the place of a list ---

@@ -1,5 +1,6 @@
 """Pages stay short, their tables narrow, and those for newcomers in plain sentences; links and words are explained."""
 
+import json
 import re
 from pathlib import Path
 
@@ -81,6 +82,15 @@ def test_there_are_exactly_two_set_up_commands():
     commands = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text().split("\n## ")[1], re.DOTALL)
     assert len(commands) == 2
     assert all("-c .ci/constraints.txt" in command for command in commands), "install through the constraints"
+
+
+def test_figures_of_a_gpu_are_those_of_its_record():
+    record = [json.loads(line) for line in (DOCS / "results" / "gpu.jsonl").read_text().splitlines()]
+    right, wrong = (sum(line["ok"] is value for line in record) for value in (True, False))
+    readme = (ROOT / "README.md").read_text()
+    assert f"{right} of {right + wrong} checks are right" in readme
+    layer = next(line["value"] for line in record if line["name"] == "8192: fp8-blockwise")
+    assert f"`fp8-blockwise` takes {1 / layer['its speed by nn.Linear']:.2f} times" in readme
 
 
 @each("page, most", [("README.md", 8192), ("recipes/README.md", 10240)])

@@ -55,7 +55,9 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: s
     if path.is_dir():
         path /= _META
         if not path.exists():
-            raise ValueError(f"{path.parent} is no checkpoint: a folder with one has a file {_META}.")
+            raise ValueError(
+                f"{path.parent} is no checkpoint: a folder with one has a file {_META}. Give that, or a file."
+            )
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist.")
     if is_text(path):

@@ -94,6 +94,8 @@ def test_says_layers_coverage_and_average_once(capsys):
     assert re.search(rf"layer\.2 +1 +{3 * LAST} FLOPs +{3 * LAST / TOTAL:.1%}", output)
     assert f"Average over the run: {BITS['fqt']:.2f} bits per GEMM operand (optimizer steps in fqt: 2)." in output
     assert output.index("1.06 k of") < output.index(COVERAGE) < output.index(AVERAGE)
+    trainer_with(PrecisionSummary(), precision="32-true").fit(Two())
+    assert f"{AVERAGE}32.00 bits per GEMM operand.\n" in capsys.readouterr().out, "a phase without a plugin"
 
 
 @each(

@@ -116,8 +116,8 @@ def test_validate_from_a_checkpoint(capsys):
     assert again == last
     assert lowbit("--ckpt_path=last", "--model.init_args.config.hidden_size=16", command="validate") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowbit: error: ")]
-    assert "last.ckpt is of another model: size mismatch for model.model.embed_tokens.weight" in line
-    assert "and 11 more. Give the configuration of its training, config.yaml" in line
+    assert "last.ckpt does not fit this run: size mismatch for model.model.embed_tokens.weight" in line
+    assert "and 11 more. Give the model and the optimizer of its run, which are in runs/tiny/version_0/config" in line
 
 
 @pytest.mark.slow
@@ -133,6 +133,17 @@ def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
     assert not any(line.startswith("# StableSPAM") for line in rest)
     assert yaml.safe_load(config)["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.05, "what was asked for"
     assert not Path("runs/tiny/version_0/config.yaml").read_text().startswith("# The checkpoint")
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_answered_with_the_options_of_its_run(capsys):
+    often = "--trainer.callbacks.init_args.every_n_train_steps=2"
+    assert lowbit(often) == 0
+    path = "runs/tiny/version_0/checkpoints/step=6.ckpt"
+    for other, fault in (("--model.init_args.config.hidden_size=64", "size mismatch"), ("--config=adamw", "KeyError")):
+        assert lowbit(often, other, f"--ckpt_path={path}", "--trainer.max_steps=8") == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith(f"lowbit: error: The checkpoint {path} does not fit this run: ") and fault in last
+        assert "optimizer of its run, which are in runs/tiny/version_0/config.yaml, or another" in last
 
 
 def test_a_list_option_takes_one_item():

@@ -120,10 +120,12 @@ def test_what_a_source_leaves_open_is_left_to_the_parser(name, arguments, monkey
         (["--model.class_path=lightning_lowbit.recipes.models.CausalM"], "has no CausalM. Did you mean 'CausalLM'?"),
         (["--config=adamw", "--model.optimizer.gamma1=1"], "AdamW takes amsgrad"),
         (["--config=mine.yaml"], "--model.init_args.networ in mine.yaml. Did you mean 'network'?"),
+        (["--config=bare.yaml"], "--data.path in bare.yaml: arguments of a class stand in its init_args. Write data:"),
     ],
 )
 def test_a_name_that_a_class_does_not_take_is_answered_with_those_it_takes(arguments, line, capsys):
     Path("mine.yaml").write_text("model: {init_args: {networ: x}}")
+    Path("bare.yaml").write_text("data: {path: x}")
     assert cli.main(["fit", "--config=quickstart", *arguments]) == 2
     assert line in capsys.readouterr().err
 

@@ -44,7 +44,9 @@ def test_reads_any_file_as_utf8(tmp_path, capfd):
     bars = datasets.utils.are_progress_bars_disabled()
     before = sorted(tmp_path.rglob("*"))
     files = find_files(str(tmp_path))
-    texts = {file.name: text for file, text in zip(files, read_documents(files), strict=True)}
+    with pytest.warns(UserWarning, match=r"b\*\.md is not in UTF-8 \(invalid start byte, at byte 4\)") as caught:
+        texts = {file.name: text for file, text in zip(files, read_documents(files), strict=True)}
+    assert len(caught) == 1
     assert len(texts) == 24
     assert [texts[name] for name in contents] == ["é\n".encode(), "bad \N{REPLACEMENT CHARACTER}".encode(), b"", b"d"]
     assert sorted(tmp_path.rglob("*")) == before
@@ -125,7 +127,8 @@ def test_rows_are_documents(tmp_path):
     expected = [b"one", b"", "zwei\r\nü".encode(), b" "]
     for name in ("rows.jsonl", "rows.json", "rows [1].jsonl.gz", "rows.JSON.gz", "rows.parquet"):
         file = write_rows(tmp_path / name, ["one", None, "zwei\r\nü", " "], column="content")
-        assert list(read_documents(find_files(str(file)), "content")) == expected, name
+        with pytest.warns(UserWarning, match="1 of 4 rows of .* have no text in the column 'content'"):
+            assert list(read_documents(find_files(str(file)), "content")) == expected, name
     assert take_bytes(expected, None) == [expected[0], expected[2]]
     assert take_bytes(expected, 6) == [b"one", b"zw"]
 
@@ -194,3 +197,5 @@ def test_files_that_are_no_text_are_refused(name, data, message):
     Path(name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         find_files(name)
+    with pytest.raises(ValueError, match="/dev/null is neither; check `path`"):
+        find_files("/dev/null")
