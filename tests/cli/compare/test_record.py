@@ -185,11 +185,15 @@ def is_excerpt(table, whole, baseline="none"):
 
 
 def verdicts_in_words(table):
-    """The sentence that may stand for a table of claims if all, or all but one, have one verdict."""
+    """The sentence that may stand for a table of claims: all, or all but one, have one verdict, or a list of them."""
     verdicts = dict(zip(table.get("claim", []), table.get("verdict", []), strict=True))
-    usual = max(sorted({*verdicts.values()}), key=[*verdicts.values()].count, default="")
-    others = [f", but {claim.partition(' against ')[0]}: *{of}*" for claim, of in verdicts.items() if of != usual]
-    return f"All {len(verdicts)} claims have *{usual}*{''.join(others)}" if verdicts and len(others) < 2 else ""
+    named = {claim.partition(" against ")[0]: of for claim, of in verdicts.items()}
+    usual = max(sorted({*named.values()}), key=[*named.values()].count, default="")
+    others = [f", but {run}: *{of}*" for run, of in named.items() if of != usual]
+    if len(others) < 2 or len(named) < len(verdicts):
+        return f"All {len(verdicts)} claims have *{usual}*{''.join(others)}" if verdicts and len(others) < 2 else ""
+    of = {verdict: ", ".join(run for run in named if named[run] == verdict) for verdict in named.values()}
+    return f"Of {len(verdicts)} claims {'; '.join(f'*{verdict}*: {runs}' for verdict, runs in of.items())}."
 
 
 @each("path", sorted((DOCS / "studies").glob("*.json")))
