@@ -103,13 +103,13 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
             result = AutoConfig.from_pretrained(network, trust_remote_code=False, **changed)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"The network {network!r} has no configuration that transformers can read: "
+                f"network: {network!r} has no configuration that transformers can read: "
                 f"{str(error).splitlines()[0]} Give a folder with a config.json, or one of {', '.join(NETWORKS)}."
             ) from error
     else:
         hint = nearest(network, [*NETWORKS, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
         raise ValueError(
-            f"There is no network {network!r}.{hint} Give one of "
+            f"network: there is no {network!r}.{hint} Give one of "
             f"{', '.join(NETWORKS)}; an existing folder with a config.json; or a type of causal language model that "
             "transformers knows, such as gpt2."
         )

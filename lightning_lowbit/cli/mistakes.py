@@ -105,7 +105,7 @@ def hidden(message: str) -> str:
 
 
 def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
-    """Finds the option of an error whose message begins with an argument of the object that raised it."""
+    """Finds the option of an error, or of its cause, that begins with an argument of the object that raised it."""
     name = re.split(r"\W", str(error), maxsplit=1)[0]
     raisers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     for path, owner in _arguments(config):
@@ -113,7 +113,8 @@ def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
             cls = class_at(owner)
             if cls is not None and any(isinstance(raiser, cls) for raiser in raisers):
                 return f"--{path}"
-    return None
+    cause = error.__cause__ or error.__context__
+    return None if cause is None else option_of(cause, config)
 
 
 def _arguments(config: Mapping[str, Any], prefix: str = "", owner: Any = None) -> Iterator[tuple[str, Any]]:

@@ -95,9 +95,9 @@ def test_any_causal_language_model_of_transformers(tmp_path):
 @each(
     "arguments, message",
     [
-        ({"network": "llama-60"}, "There is no network 'llama-60'. Did you mean 'llama-60m'?"),
+        ({"network": "llama-60"}, "network: there is no 'llama-60'. Did you mean 'llama-60m'?"),
         ({"network": "bitnet-smal"}, "Did you mean 'bitnet-small'? Give one of llama-small, bitnet-small, llama-60m,"),
-        ({"network": "vit"}, "There is no network 'vit'"),
+        ({"network": "vit"}, "network: there is no 'vit'"),
         ({"network": "./nowhere"}, "an existing folder with a config.json"),
         ({"network": "empty"}, "has no configuration that transformers can read"),
         ({"config": {"hidden_sise": 32}}, "Unknown value of LlamaConfig 'hidden_sise'. Did you mean 'hidden_size'?"),

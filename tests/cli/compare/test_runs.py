@@ -159,7 +159,7 @@ def test_a_run_that_fails_is_said_and_the_others_go_on(capsys):
     assert compare("--vary=broken.yaml,bf16", "--baseline=bf16") == 1
     captured = capsys.readouterr()
     assert "failed: broken, seed 0; see runs/compare/broken/seed_0/log.txt" in captured.err
-    assert "There is no network 'nonsense'" in Path("runs/compare/broken/seed_0/log.txt").read_text()
+    assert "network: there is no 'nonsense'" in Path("runs/compare/broken/seed_0/log.txt").read_text()
     assert "| broken | 0 |" in captured.out and "| bf16 | 1 |" in captured.out
 
 
