@@ -77,14 +77,15 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
         for part, parameter in module.named_parameters(recurse=False)
     }
     for shared in overlaps({place: parameter for place, (*_, parameter) in places.items()}):
-        for owner in (changing[id(places[place][2])] for place in shared if id(places[place][2]) in changing):
+        uses = [places[place] for place in shared]
+        for owner in (changing[id(parameter)] for *_, parameter in uses if id(parameter) in changing):
             own = getattr(layers[owner], "owner", layers[owner])
-            for name, module, _ in (places[place] for place in shared):
-                if module is not own:
-                    raise ValueError(
-                        f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, "
-                        f"e.g. layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
-                    )
+            others = [name for name, module, _ in uses if module is not own]
+            if others:
+                raise ValueError(
+                    f"The weight of {owner} is also that of {others[0]}, which would change with it. Untie them first, "
+                    f"e.g. layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
+                )
 
 
 def _quantized(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
