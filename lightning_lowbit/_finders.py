@@ -44,6 +44,7 @@ MOVED = {
     "nn.conversion.inventory": ("nn.layers.classes",),
     "nn.conversion.layers": ("nn.layers.classes", "nn.layers.layer"),
     "nn.conversion.moe": ("nn.conversion.defaults",),
+    "nn.conversion.patterns": ("patterns", "nn.conversion.names"),
     "nn.core.derivatives": ("nn.core.inputs",),
     "nn.core.how": ("nn.core.function",),
     "nn.function": ("nn.core.function",),

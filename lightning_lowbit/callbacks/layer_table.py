@@ -10,9 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.speed import Speed, cpu_speed
 from lightning_lowbit.nn.native.devices import slower_because
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.report.blocks import Table, Text
 from lightning_lowbit.report.formatting import name_range, without_numbers
 

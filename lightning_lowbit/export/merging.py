@@ -23,7 +23,8 @@ from lightning_lowbit.export.trained_model import TrainedModel, parameters_on_me
 from lightning_lowbit.export.weights import fused_groups, weight_cast, weights
 from lightning_lowbit.nn import convert, unpack_frozen
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.quant import Cast
 
 

@@ -22,7 +22,8 @@ from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import fold
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision import restore
 from lightning_lowbit.precision.checkpoints.files import check_tensors, load_checkpoint, load_shards, state_of
 from lightning_lowbit.precision.checkpoints.restored import run_hooks

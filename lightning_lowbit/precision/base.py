@@ -32,11 +32,10 @@ from lightning_lowbit.nn.attention.products import casts_of_attention, check_att
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, Selection, casts_by_pattern, check_backend, plan_by_name
-from lightning_lowbit.nn.conversion.patterns import checked_patterns
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
-from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
+from lightning_lowbit.patterns import checked_patterns, clean_name
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
 from lightning_lowbit.precision.checkpoints.trained import Origin, Trained

@@ -8,10 +8,11 @@ from torch import nn
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, PRESETS, LinearCasts
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_grouped_casts, select
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_grouped_casts
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts
 from lightning_lowbit.nn.layers.classes import convertible
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.patterns import clean_name, select
 
 
 def named_casts(value: CastsLike) -> LinearCasts | str:

@@ -16,7 +16,8 @@ from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import WITHOUT_PRODUCTS, Reasons, is_matrix
 from lightning_lowbit.nn.layers.composite import PartLayer
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.patterns import clean_name
 
 _ENOUGH = 0.5  # nothing is said from this share of quantized weights on
 _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least share of each

@@ -22,9 +22,10 @@ from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.classes import Inventory, described
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.nn.state.keys import LayerKeys, unchanged
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision.changed_casts import changed_casts, check_changes, matches, smoothed
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from lightning_lowbit.units import float32_products

@@ -23,7 +23,8 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit._torch.sharding import is_flat_buffer
 from lightning_lowbit.checks import choose, some
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.units import has_units
 
 #: By the name that plugins take: Lightning's precision name, and the dtype.

@@ -21,7 +21,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import Selection
 from lightning_lowbit.nn.conversion.defaults import mark_outputs
 from lightning_lowbit.nn.conversion.reasons import Reasons
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, state_of
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Trained
 from lightning_lowbit.precision.grad_scalers import overflow

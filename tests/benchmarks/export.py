@@ -15,7 +15,7 @@ import torch
 from lightning_lowbit import export_checkpoint
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY
 from lightning_lowbit.precision.checkpoints.trained import Trained
 from lightning_lowbit.recipes.models import CausalLM

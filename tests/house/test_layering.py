@@ -16,7 +16,7 @@ from tests.house.structure import nodes, tree
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = [
     "_finders _torch atomic_files checks compilation data_sheets formats packages saved_state units",
-    "quant",
+    "patterns quant",
     "distributed kernels",
     "nn optim metrics",
     "_lightning",

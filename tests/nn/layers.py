@@ -16,7 +16,7 @@ from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.kernels.gemms import CodeOperand
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.core.watch import observed
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 

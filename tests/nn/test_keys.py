@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.patterns import clean_name
 from tests.references.quantize import splitmix64
 from tests.tables import each
 

@@ -17,7 +17,7 @@ from lightning_lowbit.checks import choose, integer, positive
 from lightning_lowbit.distributed import connect
 from lightning_lowbit.metrics.noise import gradient_to_noise
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.conversion.convert import select
+from lightning_lowbit.patterns import select
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.report.html import Chart, Section, Text
 from lightning_lowbit.saved_state import NUMBER, check_state

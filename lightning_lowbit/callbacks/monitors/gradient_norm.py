@@ -21,9 +21,8 @@ from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
 from lightning_lowbit.metrics.spikes import LEAST_RISE, SPIKE_STATE, detect_spike
-from lightning_lowbit.nn.conversion.convert import select
-from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
+from lightning_lowbit.patterns import clean_name, select
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.nn import LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.statistics import sample

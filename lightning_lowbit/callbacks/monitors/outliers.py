@@ -27,10 +27,9 @@ from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.metrics.outliers import kurtosis, outlier_share
 from lightning_lowbit.metrics.spikes import RunningMean, SpikeDetector
 from lightning_lowbit.nn import QuantizedLayer
-from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.conversion.smooth_swiglu import swiglus
 from lightning_lowbit.nn.layers.classes import is_linear
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.patterns import clean_name, select
 from lightning_lowbit.report.html import Section, Table, Text
 from lightning_lowbit.saved_state import NUMBER, count
 

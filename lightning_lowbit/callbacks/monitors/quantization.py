@@ -27,7 +27,7 @@ from lightning_lowbit.callbacks.monitors.operand_statistics import OperandNumber
 from lightning_lowbit.checks import flag, fraction, integer
 from lightning_lowbit.metrics import flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
-from lightning_lowbit.nn.conversion.convert import select
+from lightning_lowbit.patterns import select
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.quant import Cast, Quantized
 from lightning_lowbit.report.html import Block, Section, Text

@@ -17,8 +17,8 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.keys import hash_numbers
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision.run_settings import data_rank, global_seed
 from lightning_lowbit.saved_state import check_state
 

@@ -12,7 +12,8 @@ from lightning_lowbit.export.folder import SafetensorsWriter, write_network
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, weights
 from lightning_lowbit.nn.casts.traits import INDEX
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.quant import Cast
 
 

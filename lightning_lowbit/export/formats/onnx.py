@@ -35,8 +35,9 @@ from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
 from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.packages import install
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.quant import Cast
 
 _OPSET = 21  # the first with integers of four bits, and with scales of blocks

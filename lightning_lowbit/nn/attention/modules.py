@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_lowbit.nn.attention.products import PRODUCTS_OF_ATTENTION, ActivationProduct, attend
 from lightning_lowbit.nn.layers.composite import PARTS, CompositeLayer, PartLayer, convert_composite
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import QuantizedMultihead, multihead_class
 from lightning_lowbit.nn.layers.registry import derived
+from lightning_lowbit.patterns import clean_name
 
 QuantizedMultihead.quantized_attention = staticmethod(attend)
 

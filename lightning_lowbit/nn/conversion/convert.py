@@ -15,15 +15,15 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
-from lightning_lowbit.nn.conversion.patterns import Names
-from lightning_lowbit.nn.conversion.patterns import select as select
+from lightning_lowbit.nn.conversion.names import Names
 from lightning_lowbit.nn.conversion.reasons import LAZY, class_reason
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.core.saving import Readers, check_save
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible, kind_of, without_weight
 from lightning_lowbit.nn.layers.grouped import grouping_obstacle
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.native import BACKENDS, first_kind
+from lightning_lowbit.patterns import clean_name, select
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
@@ -56,7 +56,7 @@ def convert(
     Args:
         model: any module.
         casts: of all layers without an override: :class:`LinearCasts`, a preset's name, or a mapping of fields.
-        skip: patterns of layers to leave alone, see :mod:`lightning_lowbit.nn.conversion.patterns`.
+        skip: patterns of layers to leave alone, see :mod:`lightning_lowbit.patterns`.
         only: patterns of the layers to convert; None for all.
         overrides: other casts by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.

@@ -33,7 +33,8 @@ from lightning_lowbit._torch import (
 )
 from lightning_lowbit.compilation import backend, counted_product, counted_shape, is_within_cast
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.patterns import clean_name
 
 
 @dataclass(frozen=True)

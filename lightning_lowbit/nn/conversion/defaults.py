@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.patterns import select, select_by_name
 from lightning_lowbit.nn.layers.composite import PartLayer
-from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.layers.registry import quantized_class
+from lightning_lowbit.patterns import clean_name, select, select_by_name
 
 _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each GEMM contracts
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts, or a block and a layer of its router

@@ -12,7 +12,8 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.layers.classes import convertible
-from lightning_lowbit.nn.layers.layer import QuantLinear, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import QuantLinear, quantized_layers
+from lightning_lowbit.patterns import clean_name
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -17,8 +17,9 @@ from lightning_lowbit.nn.conversion.defaults import (
 )
 from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
 from lightning_lowbit.nn.layers.composite import CompositeLayer
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.nn.layers.registry import converted_class
+from lightning_lowbit.patterns import clean_name
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.facts import LAYER_FACTS, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.patterns import select
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.patterns import clean_name, select
 from lightning_lowbit.quant.shard import amax_of
 
 TAKES = {"unquantized", "activations", "other dgrad_w", "zero points", "level per row", "centered", "smooth tokens"}

@@ -14,11 +14,12 @@ from lightning_lowbit.checks import some
 from lightning_lowbit.nn.core.inputs import COMPUTED
 from lightning_lowbit.nn.layers.composite import PARTS, CompositeLayer, PartLayer, convert_composite, remove_parts
 from lightning_lowbit.nn.layers.known_linears import check_registered
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import uncalled_projections
 from lightning_lowbit.nn.layers.registry import composite_class, converted_class, quantized_class
 from lightning_lowbit.nn.layers.state import LayerState
 from lightning_lowbit.nn.layers.wrapped import follow_class, replaced_forward
+from lightning_lowbit.patterns import clean_name
 
 COMPUTED_WEIGHT = "its weight is computed (torch.nn.utils.parametrize)"
 _RESERVED = ("lowbit", "casts", "full_casts", "kind", "keeps_parameter")  # attributes that conversion adds

@@ -34,7 +34,6 @@ from lightning_lowbit.quant.scales import inverse
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 # Children that wrappers add: a layer keeps its name, and so its key, when it is wrapped or compiled.
-_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_products")
 _NOTHING = nullcontext()
 
 # How each layer computed its last pass, and the arguments of that. A copy of a layer, or a pickled one, has none.
@@ -352,11 +351,6 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Returns the converted layers of a model by name, each once, in the order of the modules."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
-
-
-def clean_name(name: str) -> str:
-    """Returns a module's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _report_missing_plugin(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:

@@ -19,7 +19,8 @@ from lightning_lowbit._torch.devices import with_index
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.core.watch import LayerAmaxes
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
+from lightning_lowbit.patterns import clean_name
 
 _UNSCALED = {"loss": torch.ones(1)}  # of states that do not say what the loss was multiplied by
 _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]

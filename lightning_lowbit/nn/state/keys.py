@@ -19,7 +19,8 @@ from lightning_lowbit._torch import unseen_writes
 from lightning_lowbit._torch.devices import with_index
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.core.calls import Calls, hash_text, number_calls
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.quant.rounding import mix_key
 
 

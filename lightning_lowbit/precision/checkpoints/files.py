@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from lightning_lowbit.atomic_files import being_written, put_in_place
 from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.nn.casts.linear_casts import PHASES
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.saved_state import NUMBER, OneOf, check_state, count, is_dense, row, shown
 
 CHECKPOINT_KEY = "lightning_lowbit"

@@ -14,7 +14,8 @@ from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, set_phase
 from lightning_lowbit.nn.attention.modules import attending
 from lightning_lowbit.nn.layers.classes import restore_classes
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.patterns import clean_name
 from tests.nn.layers import identical, pass_through
 from tests.tables import each
 

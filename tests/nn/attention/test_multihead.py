@@ -10,8 +10,9 @@ from torch import nn
 from lightning_lowbit import IntegerPrecision, LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_phase
 from lightning_lowbit.nn.conversion.bake import bake
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.multihead import QuantizedMultihead
+from lightning_lowbit.patterns import clean_name
 from tests.nn.layers import identical, pass_through
 from tests.pairwise import cover
 from tests.tables import each

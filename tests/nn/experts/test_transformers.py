@@ -11,7 +11,8 @@ from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.experts import RoutedExperts
-from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.patterns import clean_name
 from tests.nn.experts.models import CHOSEN, EXPERTS, IDENTITIES, MODELS, expert_matrices, logits, tiny
 from tests.nn.layers import identical
 

@@ -25,8 +25,7 @@ from lightning_lowbit.cli.options import check_whole
 from lightning_lowbit.export.reading.files import opened
 from lightning_lowbit.metrics import CastStatistics, cast_statistics, levels
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
-from lightning_lowbit.nn.conversion.convert import select
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.patterns import clean_name, select
 from lightning_lowbit.precision.checkpoints.files import load_checkpoint
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names

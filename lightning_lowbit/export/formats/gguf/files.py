@@ -18,7 +18,8 @@ from lightning_lowbit.export.formats.gguf.networks import Network, add_values, n
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.export.trained_model import TrainedModel, eos_tokens
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weight_cast, weights
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.patterns import clean_name
 
 FILE = "model.gguf"
 _F32 = 0

@@ -1,4 +1,4 @@
-"""Patterns that select layers by name.
+"""Patterns that select layers, parameters and weights by name.
 
 A pattern is a regular expression that full-matches a module's name, or the rest behind a dot: ``lm_head`` matches
 ``model.lm_head``. A pattern that matches a module holds for all layers inside it: ``layers\\.0`` stands for the whole
@@ -6,40 +6,17 @@ first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, product
 
-from torch import nn
-
-from lightning_lowbit._torch import children_of
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.layers.composite import PARTS
-from lightning_lowbit.nn.layers.layer import clean_name
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_products")
 
 
-class Names(list[str]):
-    """Names of a model's layers, each once. ``others`` has a layer's further names; patterns match any of them."""
-
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        super().__init__(names)
-        paths: dict[int, list[str]] = {}
-        for path, module in _paths(model):
-            paths.setdefault(id(module), []).append(path)
-        self.others: dict[str, list[str]] = {}
-        for name in self:
-            owner, inside, product_name = name.rpartition(f"{PARTS}.")
-            path, ending = (owner.rstrip("."), f".{inside}{product_name}") if inside else (name, "")
-            others = [other for other in paths[id(model.get_submodule(path))] if other != path]
-            if others:
-                self.others[name] = [f"{other}{ending}".lstrip(".") for other in others]
-
-
-def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all modules by all of their names; a module within itself has none there."""
-    yield path, module
-    for name, child in children_of(module).items():
-        if child is not None and child is not module and child not in around:
-            yield from _paths(child, f"{path}.{name}".lstrip("."), (*around, module))
+def clean_name(name: str) -> str:
+    """Returns a module's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def checked_patterns(argument: str, patterns: Iterable[str]) -> list[str]:
@@ -68,8 +45,9 @@ def select(
 ) -> set[str]:
     """Selects the names that any of the patterns matches; raises a ``ValueError`` for one that matches none.
 
-    As :class:`Names`, each layer has all of its names. Errors name the ``argument`` that has the patterns, the ``kind``
-    of layers, and what ``left`` returns of modules that cannot be selected, by name.
+    An attribute ``others`` of ``names`` may have further names of each, which are matched, too. Errors name the
+    ``argument`` that has the patterns, the ``kind`` of layers, and what ``left`` returns of modules that cannot be
+    selected, by name.
     """
     selected: set[str] = set()
     for pattern in checked_patterns(argument, patterns):
@@ -108,7 +86,7 @@ _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
     """Returns all names of each layer, as parts; for patterns with negative numbers, also numbered from the end."""
-    others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
+    others: Mapping[str, list[str]] = getattr(names, "others", {})
     paths = {name: [clean_name(path).split(".") for path in (name, *others.get(name, ()))] for name in names}
     if not _NEGATIVE.search(pattern):
         return paths
