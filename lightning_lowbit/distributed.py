@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_lowbit._torch import foreach_norm
@@ -103,6 +103,29 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     groups = [sharding_of(parameter).groups for parameter in parameters]
     whole = all_reduce_(squares, groups, dist.ReduceOp.SUM)
     return torch.stack(whole).sum().sqrt() if whole else torch.zeros((), device=device)
+
+
+def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, which has the shape of a parameter and is sharded as it is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def gathered(parameter: Tensor, part: Tensor) -> Tensor:
+    """Returns the whole tensor of which each rank has a part, sharded as a parameter is: a collective."""
+    tensor = sharded_like(parameter, part)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Returns this rank's part of a whole tensor, to be sharded as a parameter is; without a collective."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(mesh, parameter.placements).to_local()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -52,10 +52,10 @@ def select(
     selected: set[str] = set()
     for pattern in checked_patterns(argument, patterns):
         compiled = re.compile(pattern)
-        matched = _matched(compiled, names)
+        matched = matching(compiled, names)
         if not matched:
             others = left()
-            for name in _matched(compiled, [*others]):
+            for name in matching(compiled, [*others]):
                 raise ValueError(f"{argument}: the pattern {pattern!r} matches {name}, {others[name]}.")
             advice = f"There are {len(names)}, e.g. {some(map(clean_name, names))}. {_advice(pattern, names)}"
             raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {advice}")
@@ -104,7 +104,10 @@ def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]
     return {name: [spelling for path in spelled for spelling in spell(path)] for name, spelled in paths.items()}
 
 
-def _matched(pattern: re.Pattern[str], names: Sequence[str]) -> list[str]:
+def matching(pattern: re.Pattern[str] | str, names: Sequence[str]) -> list[str]:
+    """Returns the names that a valid pattern matches; see the top of this file."""
+    pattern = re.compile(pattern)
+
     def matches(parts: Sequence[str]) -> bool:
         ends = range(1, len(parts) + 1)  # the layer and the modules around it
         return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))

@@ -34,6 +34,7 @@ from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, mo
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.optim.passes import SCALARS, Batch
 from lightning_lowbit.optim.rules import (
+    MUON,
     OPTIONS,
     GroupRules,
     Numbers,
@@ -79,18 +80,6 @@ def _check_dtypes(parameters: Sequence[Tensor], options: Mapping[str, Any]) -> N
             )
 
 
-def _moments(sharding: Sharding, group: Mapping[str, Any]) -> DenseMoments:
-    """Returns a group's format for a sharded parameter; a ``ValueError`` if it needs rows and FSDP1 cuts them."""
-    moments = moments_of(group, len(sharding.shape))
-    if sharding.is_flat and moments.draws:
-        raise ValueError(
-            "Under FSDP1 a rank holds a stretch of a matrix and no rows: FP8 and sparse moments need "
-            "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'. Or pass moments='fp32' "
-            "and density=1."
-        )
-    return moments
-
-
 class ClippedAdam(ClippedOptimizer):
     """Adam with all options of this package, for parameters of any real floating dtype, whole or sharded.
 
@@ -106,7 +95,7 @@ class ClippedAdam(ClippedOptimizer):
 
     #: Values of the options that a subclass does not set.
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        name: option.default for name, option in OPTIONS.items() if name != "norm_eps"
+        name: option.default for name, option in OPTIONS.items() if name not in ("norm_eps", *MUON)
     }
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
@@ -117,11 +106,15 @@ class ClippedAdam(ClippedOptimizer):
         self._check_options(options)
         super().add_param_group(param_group)
         try:
-            _check_dtypes(self.param_groups[-1]["params"], options)
+            self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             self._remember_parameters()
             raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises a ``ValueError`` for parameters that options of their group are not for."""
+        _check_dtypes(group["params"], group)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_options(type(self).__name__, options)
@@ -141,6 +134,21 @@ class ClippedAdam(ClippedOptimizer):
                 if name in state:
                     state[name].zero_()
 
+    def _moments(self, parameter: Tensor, shape: torch.Size, group: Mapping[str, Any]) -> DenseMoments:
+        """Returns the format of a parameter's moments; ``shape`` is that of the whole parameter."""
+        return moments_of(group, len(shape))
+
+    def _possible_moments(self, parameter: Tensor, sharding: Sharding, group: Mapping[str, Any]) -> DenseMoments:
+        """Returns the format; a ``ValueError`` if it needs rows and FSDP1 cuts them."""
+        moments = self._moments(parameter, sharding.shape, group)
+        if sharding.is_flat and moments.needs_rows:
+            raise ValueError(
+                "Under FSDP1 a rank holds a stretch of a matrix and no rows: Muon, FP8 and sparse moments need "
+                "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'. Or take another "
+                "optimizer, moments='fp32' and density=1."
+            )
+        return moments
+
     def _rules(self, group: Mapping[str, Any]) -> GroupRules:
         return GroupRules(
             *rules_of(group, norm_eps=group["eps"], beta2=group["betas"][1]),
@@ -152,13 +160,16 @@ class ClippedAdam(ClippedOptimizer):
 
     def _apply(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            _update(batch)
+            self._update(batch)
             batch.store_scalars()
+
+    def _update(self, batch: Batch) -> None:
+        update_by_adam(batch)
 
     def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        moments, has_master = _moments(sharding, group), group["master_weights"] is not None
+        moments, has_master = self._possible_moments(parameter, sharding, group), group["master_weights"] is not None
         _check_dtypes([parameter], group)  # again: the model may have been converted since
         state = self.state[parameter] or self._new_state(parameter, moments, has_master)
         present, needed = _TENSORS & set(state), (*moments.names, *(["master"] if has_master else []))
@@ -172,13 +183,14 @@ class ClippedAdam(ClippedOptimizer):
 
     def _fault(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
         if fault := super()._fault(saved, parameter, group):
-            _moments(sharding_of(parameter), group)  # raises if no state would fit
+            self._possible_moments(parameter, sharding_of(parameter), group)  # raises if no state would fit
         return fault
 
-    def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
-        moments = moments_of(group, shard.dim()).entries(shard.shape, statistics_dtype(shard))
-        masters: Entries = {"master": (shard.shape, torch.float16), "master_scale": ((), torch.float32)}
-        return super()._entries(shard, group) | moments | (masters if group["master_weights"] is not None else {})
+    def _entries(self, parameter: Tensor, group: Mapping[str, Any]) -> Entries:
+        shape = local(parameter).shape
+        moments = self._moments(parameter, shape, group).entries(shape, statistics_dtype(parameter))
+        masters: Entries = {"master": (shape, torch.float16), "master_scale": ((), torch.float32)}
+        return super()._entries(parameter, group) | moments | (masters if group["master_weights"] is not None else {})
 
     def _new_state(self, parameter: Tensor, moments: DenseMoments, has_master: bool) -> dict[str, Tensor]:
         dtype, device = statistics_dtype(parameter), local(parameter).device
@@ -346,20 +358,27 @@ class LowBitAdamW(ClippedAdam):
         super().__init__(params, **options_among(locals()))
 
 
-def _update(batch: Batch) -> None:
-    """Applies Adam to a batch: parameters, moments and master weights."""
+def weigh(batch: Batch, decay: float) -> Tensor | float:
+    """Sets the weights of this step, in the mean of gradients and in the parameters; returns the learning rate."""
     group, rules, numbers = batch.group, batch.rules, batch.numbers
-    taken, weight = numbers["taken"], numbers["weight"]
-    k, mean_weight = numbers["steps_since_reset"], numbers["mean_weight"]
-    weight1, weights = growing_weight(1 - halving_decay(group["betas"][0], numbers, rules.total_steps), mean_weight)
+    taken, weight, mean_weight = numbers["taken"], numbers["weight"], numbers["mean_weight"]
+    weight1, weights = growing_weight(1 - halving_decay(decay, numbers, rules.total_steps), mean_weight)
     numbers["mean_weight"] = torch.where(taken, weights, mean_weight)
     lr = group["lr"].to(weight, non_blocking=True) if isinstance(group["lr"], Tensor) else group["lr"]
     factor = torch.where(taken, numbers["factor"], 0.0)  # a square that does not fit, times a weight of 0, is NaN
     numbers["factor"] = -factor if group["maximize"] else factor
-    numbers["weight1"] = weight1 * weight
-    numbers["weight2"] = step_weight(numbers, group["betas"][1], k)  # both are 1 after a reset: the past is gone
+    numbers["weight1"] = weight1 * weight  # 1 after a reset: the past is gone
     numbers["rate"] = lr * weight * _warmth(numbers, rules.warmup_steps)
     numbers["decay"] = lr * weight * group["weight_decay"]
+    return lr
+
+
+def update_by_adam(batch: Batch) -> None:
+    """Applies Adam to a batch: parameters, moments and master weights."""
+    group, rules, numbers = batch.group, batch.rules, batch.numbers
+    taken, weight, k = numbers["taken"], numbers["weight"], numbers["steps_since_reset"]
+    lr = weigh(batch, group["betas"][0])
+    numbers["weight2"] = step_weight(numbers, group["betas"][1], k)
     scales = [member.state["master_scale"] for member in batch.members] if rules.has_masters else []
     if scales:
         numbers["old_scale"] = torch.stack(scales)

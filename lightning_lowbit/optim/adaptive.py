@@ -14,21 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from lightning_lowbit._torch import unscales_in_step
 from lightning_lowbit.checks import is_number, some
-from lightning_lowbit.distributed import Sharding, local
+from lightning_lowbit.distributed import Sharding, local, sharded_like
 from lightning_lowbit.kernels.memory import described
 from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import DenseMoments, statistics_dtype
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.optim.passes import Batch
-from lightning_lowbit.optim.rules import GroupRules, check_options, options_among, rules_of
+from lightning_lowbit.optim.rules import MUON, GroupRules, check_options, options_among, rules_of
 
 # Options that wrapped optimizers may have, too; only this package knows the others in OPTIONS.
-_USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
+_USUAL = {"lr", "betas", "eps", "weight_decay", "maximize", *MUON}
 
 # Entries of torch's optimizers: they have the shape of the parameter, but for the step.
 _ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "variance", "step"}
@@ -282,7 +281,7 @@ def _clipped_gradients(batches: Sequence[Batch]) -> Iterator[None]:
                 # Also the local part of a DTensor, or a redistributed one.
                 if target is not None and target is not member.parameter.grad:
                     replaced.append((member.parameter, member.parameter.grad))
-                    member.parameter.grad = _like(member.parameter, target)
+                    member.parameter.grad = sharded_like(member.parameter, target)
             # A parameter that takes no step keeps its gradient.
             idle = {"limit": torch.inf, "ratio": 1.0, "factor": 1.0}
             numbers = {name: batch.numbers[name].where(batch.numbers["taken"], value) for name, value in idle.items()}
@@ -292,10 +291,3 @@ def _clipped_gradients(batches: Sequence[Batch]) -> Iterator[None]:
     finally:
         for parameter, previous in replaced:
             parameter.grad = previous
-
-
-def _like(parameter: Tensor, part: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

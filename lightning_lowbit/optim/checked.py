@@ -93,9 +93,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Returns whether an entry of the state is not of another optimizer."""
         return not self._has_foreign_state or name in self.SCALARS
 
-    def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
-        """Returns the shapes and dtypes of a new state of a shard, without entries of another optimizer."""
-        return {name: ((), scalar_dtype(name, statistics_dtype(shard))) for name in self.SCALARS}
+    def _entries(self, parameter: Tensor, group: Mapping[str, Any]) -> Entries:
+        """Returns the shapes and dtypes of a parameter's new state, without entries of another optimizer."""
+        return {name: ((), scalar_dtype(name, statistics_dtype(parameter))) for name in self.SCALARS}
 
     def _check_saved(self, saved: Mapping[str, Any]) -> None:
         """Raises a ``ValueError`` if this optimizer cannot go on with a state."""
@@ -154,7 +154,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         if not isinstance(saved, dict):
             return f"it is {described(saved)}"
         values = {name: value for name, value in saved.items() if self._owns(name)}
-        entries = self._entries(local(parameter), group) if values else {}
+        entries = self._entries(parameter, group) if values else {}
         for name, value in values.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and name not in self.SCALARS:
                 if value.placements != parameter.placements:

@@ -3,6 +3,7 @@
     DenseMoments    fp32 (float64 for a float64 parameter), one of each per element: 8 bytes
     FP8Moments      E4M3 and E5M2 in blocks of 128 along the last dimension, one fp32 scale each: 2.06 bytes
     SparseMoments   one of n neighbors, drawn anew at each reset, has moments and moves: 8/n bytes
+    Momentum        Muon's, the first moment alone: 4 bytes
 
 FP8 moments are rounded stochastically, because rounding to nearest would never change the second one: at β2 = .999 it
 moves by a thousandth, and a step of E5M2 is a quarter. A mean square below 2.7e-10 of the largest in its block becomes
@@ -90,13 +91,15 @@ class DenseMoments:
     names: ClassVar[tuple[str, ...]] = NAMES  # of the tensors in the state
     draws: ClassVar[bool] = False  # rounding or choosing elements takes random bits
     is_sparse: ClassVar[bool] = False  # some elements have no moments
+    needs_rows: ClassVar[bool] = False  # FSDP1, which cuts through rows, cannot keep them
+    has_mean_square: ClassVar[bool] = True
 
     def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
         """Returns the shapes and dtypes of the tensors of a shard."""
-        return {"mean": (shape, dtype), "mean_square": (shape, dtype)}
+        return dict.fromkeys(self.names, (shape, dtype))
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
+        return {name: torch.zeros_like(parameter, dtype=dtype) for name in self.names}
 
     def select(self, rows: Tensor, piece: Piece) -> Tensor:
         """Returns the elements of some rows that have moments."""
@@ -119,6 +122,15 @@ class DenseMoments:
 
 
 @dataclass(frozen=True)
+class Momentum(DenseMoments):
+    """The first moment of every element of a matrix, in the dtype of the statistics."""
+
+    names: ClassVar[tuple[str, ...]] = ("mean",)
+    needs_rows: ClassVar[bool] = True
+    has_mean_square: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class FP8Moments(DenseMoments):
     """Codes of E4M3 (``mean``) and E5M2 (``mean_square``), of the parameter's shape; fp32 scales per 128 columns.
 
@@ -127,6 +139,7 @@ class FP8Moments(DenseMoments):
 
     names: ClassVar[tuple[str, ...]] = (*NAMES, "mean_scale", "mean_square_scale")
     draws: ClassVar[bool] = True
+    needs_rows: ClassVar[bool] = True
 
     def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
         codes, scales = (shape, torch.uint8), (_with_columns(shape, BLOCK), torch.float32)
@@ -161,6 +174,7 @@ class SparseMoments(DenseMoments):
     """Moments of one element in each ``every`` neighbors of a row; only those elements move."""
 
     draws: ClassVar[bool] = True
+    needs_rows: ClassVar[bool] = True
     is_sparse: ClassVar[bool] = True
     every: int = 1
 

@@ -122,12 +122,14 @@ class ClippedOptimizer(CheckedOptimizer):
                     continue
                 dtype = statistics_dtype(parameter)
                 is_guarded = len(sharding.shape) > 1 or not group["matrices_only"]
-                key = (shard.device, dtype, sharding.groups, is_guarded)
+                state, moments, tensors = self._member_state(parameter, group, sharding)
+                key = (shard.device, dtype, sharding.groups, is_guarded, moments.has_mean_square)
                 if key not in alike:
                     batch_rules = rules if is_guarded else rules.unguarded()
+                    if not moments.has_mean_square:  # Adam's pass takes no part in the update
+                        batch_rules = batch_rules._replace(sums_in_update=False)
                     alike[key] = Batch(group, batch_rules, shard.device, dtype, sharding.groups, self.SCALARS)
-                state = self._member_state(parameter, group, sharding)
-                alike[key].add(Member(parameter, number, shard, gradient, *state))
+                alike[key].add(Member(parameter, number, shard, gradient, state, moments, tensors))
             batches.extend(alike.values())
         for batch in batches:
             batch.memory = self._memory

@@ -149,7 +149,7 @@ class Passes:
     def squares(self, decision: Decision) -> Tensor:
         """Sums g² of the shards after the rule for elements, in units², and counts the changed elements: [2, P]."""
         columns = []
-        for index, numbers in enumerate(_rows(decision)):
+        for index, numbers in enumerate(rows_of(decision)):
             pieces = self._gradient_pieces(index, decision)
             columns.append(self._total([self._sums(*_clip(decision, numbers, *pair), numbers) for pair in pieces]))
         return torch.stack(columns, dim=1)
@@ -161,13 +161,13 @@ class Passes:
         """
         columns = [
             [] if index in done else self._update_one(index, decision, numbers, sums)
-            for index, numbers in enumerate(_rows(decision))
+            for index, numbers in enumerate(rows_of(decision))
         ]
         return torch.stack(list(map(self._total, columns)), dim=1) if sums else None
 
     def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
         """Writes factor·clip(g) into tensors of the shards' shapes, None for members without a gradient."""
-        for index, (numbers, target) in enumerate(zip(_rows(decision), targets, strict=True)):
+        for index, (numbers, target) in enumerate(zip(rows_of(decision), targets, strict=True)):
             results = iter(()) if target is None else pieces_of(target)
             for (result,), pair in zip(results, self._gradient_pieces(index, decision), strict=False):
                 result.copy_(_clip(decision, numbers, *pair)[0] * numbers["factor"])
@@ -241,7 +241,7 @@ class Passes:
         return result
 
 
-def _rows(decision: Decision) -> Iterator[Numbers]:
+def rows_of(decision: Decision) -> Iterator[Numbers]:
     """Yields the numbers of one parameter after another, 0-d by name."""
     numbers = decision.numbers
     columns = {name: numbers[name].unbind() for name in ("taken", *FLOATING) if name in numbers}

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.checks import is_number
+from lightning_lowbit.patterns import checked_patterns
 
 Scalar = Tensor | float
 Numbers = dict[str, Tensor]
@@ -73,8 +74,8 @@ def _one_of(*names: str | None, default: str | None) -> Option:
     return Option(default, lambda value: value in names, f"one of {words}", "names are case-sensitive")
 
 
-def _flag(advice: str) -> Option:
-    return Option(False, lambda value: isinstance(value, bool), "True or False", advice)
+def _flag(advice: str, default: bool = False) -> Option:
+    return Option(default, lambda value: isinstance(value, bool), "True or False", advice)
 
 
 def _positive(default: float, advice: str) -> Option:
@@ -83,6 +84,17 @@ def _positive(default: float, advice: str) -> Option:
 
 def _decay(default: float) -> Option:
     return Option(default, _is_decay, "a number in [0, 1)", "it is the decay of an average, such as 0.9")
+
+
+def _patterns(advice: str) -> Option:
+    def are_patterns(value: Any) -> bool:
+        try:
+            checked_patterns("", [] if value is None else value)
+        except ValueError:
+            return False
+        return True
+
+    return Option(None, are_patterns, "a list of regular expressions for names, or None", advice)
 
 
 def _count_or_none(advice: str) -> Option:
@@ -307,6 +319,9 @@ class GradClip(NormRule):
 ELEMENT_RULES: dict[str | None, type[ElementRule]] = {rule.name: rule for rule in (AdaClip, SpikeClip, ElementRule)}
 NORM_RULES: dict[str | None, type[NormRule]] = {rule.name: rule for rule in (AdaGN, GradClip, NormRule)}
 
+#: Options of Muon alone.
+MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "adam_names", "stack_names")
+
 #: All options of this package's optimizers, by their key in a parameter group.
 OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _is_rate, "a finite number >= 0, or a real 0-d tensor", "1e-3 is usual"),
@@ -346,6 +361,12 @@ OPTIONS: dict[str, Option] = {
         "1 over an integer",
         "such as 1, 0.5 or 0.25",
     ),
+    "momentum": _decay(0.95),
+    "nesterov": _flag("False takes the averaged gradient alone", default=True),
+    "ns_steps": Option(5, lambda value: _is_count(value) and value < 100, "an integer from 1 to 99", "5 is usual"),
+    "adjust_lr_fn": _one_of("match_rms_adamw", "original", default="match_rms_adamw"),
+    "adam_names": _patterns("[] gives Muon all matrices"),
+    "stack_names": _patterns("[] gives Muon no parameters of three dimensions"),
 }
 
 

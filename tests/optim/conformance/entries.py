@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from tests.optim.parameters import SHAPES, assert_same, make_parameters, snapshot
 from tests.tables import each
@@ -86,6 +86,10 @@ ENTRIES = {
     "LowBitAdamW fp32": Entry(LowBitAdamW, {"moments": "fp32"}),
     "LowBitAdamW fp8": Entry(LowBitAdamW, FP8),
     "LowBitAdamW master": Entry(LowBitAdamW, MASTER, dtype=torch.bfloat16),
+    "Muon": Entry(Muon, {"adam_names": []}),
+    "Muon rules": Entry(
+        Muon, {"adam_names": [], "element_clip": "ada_clip", "norm_clip": "ada_gn", "nesterov": False, "maximize": True}
+    ),
     "Adaptive AdamW": Entry(Adaptive, {}, ADAMW, EPS),
     "Adaptive AdamW foreach": Entry(Adaptive, {}, ADAMW, {**EPS, "foreach": True}, takes_tensor_lr=False),
     "Adaptive AdamW fused": Entry(Adaptive, {}, ADAMW, {**EPS, "fused": True}),

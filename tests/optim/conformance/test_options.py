@@ -99,11 +99,12 @@ def test_a_refused_group_leaves_no_traces(kind):
     parameters, twins = make_parameters(shapes=[(2, 2), (2, 2)]), make_parameters(shapes=[(2, 2), (2, 2)])
     runs = []
     for refuses, (parameter, added) in ((True, parameters), (False, twins)):
-        optimizer = kind(torch.optim.SGD([parameter]) if kind is Adaptive else [parameter])
+        first, second = [("first.weight", parameter)], [("second.weight", added)]
+        optimizer = kind(torch.optim.SGD(first) if kind is Adaptive else first)
         if refuses:
             with pytest.raises(ValueError, match=rf"{kind.__name__} needs gamma1 to be .*, got 1.0; "):
-                optimizer.add_param_group({"params": [added], "gamma1": 1.0})
-        optimizer.add_param_group({"params": [added]})  # it is not half there
+                optimizer.add_param_group({"params": second, "gamma1": 1.0})
+        optimizer.add_param_group({"params": second})  # it is not half there
         train(optimizer, [parameter, added], range(2))
         runs.append(snapshot(optimizer, [parameter, added]))
     assert_same(*runs, "a refused group left traces")

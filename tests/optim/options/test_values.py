@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM
 from lightning_lowbit.optim.adam import ClippedAdam
-from lightning_lowbit.optim.rules import OPTIONS, check_options
+from lightning_lowbit.optim.rules import MUON, OPTIONS, check_options
 from tests.optim.conformance.entries import subclasses
 from tests.optim.parameters import assert_same, make_parameters, snapshot, train
 from tests.tables import each
@@ -29,8 +29,8 @@ GOOD = {
     "betas": [(0.9, 0.999), [0, 0]],
     **dict.fromkeys(("eps", "norm_eps", "spike_threshold", "max_norm"), [1e-30, 1, 5000.0]),
     "weight_decay": [0, 0.1, 2.0],
-    **dict.fromkeys(("maximize", "matrices_only"), [True, False]),
-    **dict.fromkeys(("gamma1", "gamma2", "gamma3"), [0, 0.99999]),
+    **dict.fromkeys(("maximize", "matrices_only", "nesterov"), [True, False]),
+    **dict.fromkeys(("gamma1", "gamma2", "gamma3", "momentum"), [0, 0.99999]),
     "element_clip": ["ada_clip", "spike_clip", None],
     "norm_clip": ["ada_gn", "grad_clip", None],
     **dict.fromkeys(("reset_interval", "total_steps"), [1, 10**9, None]),
@@ -38,6 +38,9 @@ GOOD = {
     "moments": ["fp32", "fp8"],
     "master_weights": ["fp16", None],
     "density": [1, 0.5, 1 / 3, 0.25, 1e-3],
+    "ns_steps": [1, 5, 99],
+    "adjust_lr_fn": ["original", "match_rms_adamw"],
+    **dict.fromkeys(("adam_names", "stack_names"), [None, [], [".*mb"], ("emb.*", "emb")]),
 }  # fmt: skip
 
 BAD = {
@@ -47,8 +50,8 @@ BAD = {
         ("eps", "norm_eps", "spike_threshold", "max_norm"), [0, -1e-8, math.nan, math.inf, None, "1", True, 2**70]
     ),
     "weight_decay": [-0.1, math.nan, math.inf, None, "0", True],
-    **dict.fromkeys(("maximize", "matrices_only"), [0, 1, None, "True"]),
-    **dict.fromkeys(("gamma1", "gamma2", "gamma3"), [1.0, -0.1, 1.5, math.nan, None, "0.9", True]),
+    **dict.fromkeys(("maximize", "matrices_only", "nesterov"), [0, 1, None, "True"]),
+    **dict.fromkeys(("gamma1", "gamma2", "gamma3", "momentum"), [1.0, -0.1, 1.5, math.nan, None, "0.9", True]),
     "element_clip": ["AdaClip", "ada_gn", True, 0, ["ada_clip"]],
     "norm_clip": ["AdaGN", "ada_clip", True, 1.0],
     **dict.fromkeys(("reset_interval", "total_steps"), [0, -1, 2.5, 2.0, "2", True, math.inf]),
@@ -56,6 +59,9 @@ BAD = {
     "moments": ["FP8", None, "bf16", True],
     "master_weights": ["fp32", True, False],
     "density": [0, -0.5, 1.5, 0.3, 0.75, math.nan, math.inf, None, "1", True, 5e-324],
+    "ns_steps": [0, 100, 2.0, None, "5", True],
+    "adjust_lr_fn": ["rms", None, True],
+    **dict.fromkeys(("adam_names", "stack_names"), ["lm_head", ["("], [1], 3]),
 }  # fmt: skip
 
 
@@ -80,8 +86,8 @@ def keywords(kind):
 
 
 def parameters_for(kind):
-    parameter = Parameter(torch.ones(2, dtype=torch.bfloat16))  # in which master weights are of use
-    return torch.optim.SGD([parameter]) if kind is Adaptive else [parameter]
+    one, other = (Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2))  # master weights are of use
+    return torch.optim.SGD([one]) if kind is Adaptive else [("m.emb.weight", one), ("m.weight", other)]
 
 
 @pytest.mark.parametrize("kind", [*subclasses(ClippedAdam), Adaptive], ids=lambda kind: kind.__name__)
@@ -89,7 +95,8 @@ def test_every_argument_reaches_the_group_and_is_checked(kind):
     for name in keywords(kind):
         if name == "preset":  # stands for values of others
             continue
-        values = [value for value in GOOD[name] if not isinstance(value, Tensor)]
+        foreign = "spike_clip" if kind is Muon else None  # refused below
+        values = [value for value in GOOD[name] if not isinstance(value, Tensor) and (value is None or value != foreign)]
         for value in values:
             group = kind(parameters_for(kind), **{name: value}).param_groups[0]
             assert group[name] == value, f"{kind.__name__}({name}={value}) has {group[name]} in its group"
@@ -100,9 +107,12 @@ def test_every_argument_reaches_the_group_and_is_checked(kind):
 
 @pytest.mark.parametrize("kind", [*subclasses(ClippedAdam)], ids=lambda kind: kind.__name__)
 def test_defaults_are_good_and_a_group_may_have_any_option(kind):
-    optimizer = kind([Parameter(torch.ones(2, 2))])
-    assert set(optimizer.defaults) == set(OPTIONS) - {"norm_eps"}, "a default that no option describes, or no default"
+    optimizer = kind([("layer.weight", Parameter(torch.ones(2, 2)))])
+    others = {"norm_eps", *(() if kind is Muon else MUON)}
+    assert set(optimizer.defaults) == set(OPTIONS) - others, "a default that no option describes, or no default"
     for name, values in BAD.items():
+        if name in others:
+            continue
         with pytest.raises(ValueError, match=f"{kind.__name__} needs {name} to be"):
             optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: values[0]})
         assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
@@ -115,6 +125,7 @@ def test_defaults_are_good_and_a_group_may_have_any_option(kind):
         (SPAM, torch.float32, {"density": 0.5, "norm_clip": "ada_gn"}, "density=0.5.*'norm_clip': 'ada_gn'"),
         (SPAM, torch.float32, {"density": 0.5, "master_weights": "fp16"}, "density=0.5.*'master_weights': 'fp16'"),
         (StableSPAM, torch.float32, {"norm_eps": 1e-8}, "StableSPAM has no option norm_eps"),
+        (StableSPAM, torch.float32, {"momentum": 0.9}, "StableSPAM has no option momentum"),
         (Adaptive, torch.float32, {"reset_interval": 3}, "Adaptive has no option reset_interval"),
         (Adaptive, torch.float32, {"moments": "fp8"}, "Adaptive has no option moments"),
         (LowBitAdamW, torch.float64, {"moments": "fp8"}, "float64.*moments='fp32'"),

@@ -1,0 +1,223 @@
+"""Muon for the hidden matrices of a network, and Adam for all else, in one optimizer.
+
+    rules         g ← factor·clip(g)                                              (as for Adam, see `adam`)
+    momentum      M ← M + w·(g − M),    D = (1 − μ)·g + μ·(1 − μᵏ⁺¹)·M            Nesterov's; without, D = M
+    direction     O ≈ U·Vᵀ of D = U·S·Vᵀ, by Newton–Schulz
+    step          p ← p·(1 − lr·λ) − lr·s·O,    s = 0.2·√max(rows, columns), or √max(1, rows/columns)
+
+M is bias-corrected, with the w of Adam's μ. (1 − μᵏ⁺¹)·M is the average that Muon's authors have.
+
+Sources: Muon (K. Jordan et al., kellerjordan.github.io/posts/muon) for the iteration and its coefficients; Moonlight
+(arXiv 2502.16982), section 2.2, for s = 0.2·√max(rows, columns), with which Adam's learning rate and decay serve both.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lightning_lowbit._torch.sharding import is_flattened
+from lightning_lowbit.distributed import gathered, part_of
+from lightning_lowbit.optim.adam import ClippedAdam, update_by_adam, weigh
+from lightning_lowbit.optim.moments import DenseMoments, Momentum
+from lightning_lowbit.optim.passes import Batch, Member, rows_of
+from lightning_lowbit.optim.rules import ELEMENT_RULES, MUON, OPTIONS, Numbers, options_among
+from lightning_lowbit.patterns import matching, select
+from lightning_lowbit.units import has_units
+
+#: Patterns of names of embeddings and heads, whose matrices Adam moves by default.
+ADAM_NAMES = (
+    *(".*embed.*", "wte", "wpe", "shared", "relative_attention_bias"),
+    *("lm_head", "head", "classifier", "score", "cls"),
+)
+
+#: Patterns of names of parameters that are stacks of matrices by default.
+STACK_NAMES = (".*experts",)
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_MOMENTUM = Momentum()
+
+
+class Muon(ClippedAdam):
+    """Muon for matrices and Adam for all other parameters, whole or sharded by FSDP2 or tensor parallelism.
+
+    Matrices are parameters of two dimensions whose names `adam_names` does not match, and stacks of matrices those of
+    three with names in `stack_names`. Each rank computes the directions of some of the matrices that it has a part of.
+
+    Args:
+        params: named parameters, as ``model.named_parameters()``, or groups of these. Parameters without names need
+            ``adam_names=[]``.
+        lr: learning rate; a float or a 0-d tensor.
+        betas: β1, β2 of Adam's moments.
+        eps: ε, in Adam's denominator.
+        weight_decay: λ, decoupled; Moonlight, section 2.2: 0.1.
+        momentum: μ.
+        nesterov: looks one step ahead.
+        ns_steps: steps of Newton–Schulz, in bf16 on devices with its instructions.
+        adjust_lr_fn: s: ``"match_rms_adamw"``, 0.2·√max(rows, columns); or ``"original"``, √max(1, rows/columns), which
+            needs a higher learning rate than Adam's, so groups.
+        adam_names: regular expressions of parameters that Adam moves: each matches whole parts of a name, as
+            ``"lm_head"`` does that of ``model.lm_head.weight``. None: `ADAM_NAMES`, embeddings and heads.
+        stack_names: the same, of parameters ``[experts, rows, columns]``. None: `STACK_NAMES`.
+        element_clip: ``"ada_clip"``, with ``gamma3``, or None.
+        norm_clip: ``"ada_gn"``, with ``gamma1`` and ``gamma2``; ``"grad_clip"``, with ``max_norm``; or None.
+        gamma1, gamma2, gamma3, max_norm: as for `StableSPAM`.
+        maximize: ascend.
+
+    Raises:
+        ValueError: an option out of range; no matrix, parameters without names, or a pattern that matches none; and, in
+            `step`, as for `StableSPAM`, and under FSDP1, where no rank has rows of a matrix.
+
+    Examples:
+        >>> optimizer = Muon(model.named_parameters(), lr=1e-3, weight_decay=0.1)
+    """
+
+    DEFAULTS = {**ClippedAdam.DEFAULTS, **{name: OPTIONS[name].default for name in MUON}}
+
+    _adams: frozenset[int] = frozenset()  # ids of parameters that Adam moves because of their names
+    _stacks: frozenset[int] = frozenset()
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        adam_names: Sequence[str] | None = None,
+        stack_names: Sequence[str] | None = None,
+        element_clip: str | None = None,
+        norm_clip: str | None = None,
+        gamma1: float = 0.7,
+        gamma2: float = 0.9,
+        gamma3: float = 0.999,
+        max_norm: float = 1.0,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, **options_among(locals()))
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        for argument, patterns in (("adam_names", adam_names), ("stack_names", stack_names)):
+            select(names, patterns or (), argument, "parameter")
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if names and not (self.matrices() or any(map(is_flattened, parameters))):
+            raise ValueError(
+                "Muon got no matrix: no parameter has two dimensions and a name that adam_names does not match. Use "
+                "StableSPAM or LowBitAdamW."
+            )
+
+    def matrices(self) -> list[Tensor]:
+        """Returns the parameters that Muon moves, matrices and stacks of them; Adam moves the others."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return [parameter for parameter in parameters if self._is_matrix(parameter, parameter.shape)]
+
+    def _is_matrix(self, parameter: Tensor, shape: torch.Size) -> bool:
+        dims = 3 if id(parameter) in self._stacks else 2
+        return len(shape) == dims and id(parameter) not in self._adams
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        super()._check_options(options)
+        needed = {"moments": "fp32", "master_weights": None, "density": 1}
+        values = {name: options[name] for name in needed}
+        if values != needed or options["element_clip"] == "spike_clip":
+            raise ValueError(
+                "Muon keeps one moment of each matrix, in fp32: it has neither FP8 nor sparse moments, nor "
+                f"master_weights, nor SpikeClip, which needs the second moment; got {values} and "
+                f"element_clip={options['element_clip']!r}."
+            )
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        if "param_names" not in group and group["adam_names"] != []:
+            raise ValueError(
+                "Muon tells embeddings and heads, which Adam moves, from other matrices by their names: give it "
+                "model.named_parameters(), or groups of named parameters. Or pass adam_names=[] for parameters without "
+                "names: it then moves all matrices."
+            )
+
+    def _remember_parameters(self) -> None:
+        super()._remember_parameters()
+        self._adams = self._ids("adam_names", ADAM_NAMES)
+        self._stacks = self._ids("stack_names", STACK_NAMES)
+
+    def _ids(self, argument: str, default: Sequence[str]) -> frozenset[int]:
+        """Returns ids of the parameters whose names a group's patterns match."""
+        ids: set[int] = set()
+        for group in self.param_groups:
+            by_name = dict(zip(group.get("param_names", ()), map(id, group["params"]), strict=False))
+            patterns = default if group[argument] is None else group[argument]
+            ids.update(by_name[name] for pattern in patterns for name in matching(pattern, [*by_name]))
+        return frozenset(ids)
+
+    def _moments(self, parameter: Tensor, shape: torch.Size, group: Mapping[str, Any]) -> DenseMoments:
+        return _MOMENTUM if self._is_matrix(parameter, shape) else super()._moments(parameter, shape, group)
+
+    def _update(self, batch: Batch) -> None:
+        if batch.members[0].moments.has_mean_square:
+            update_by_adam(batch)
+        else:
+            _update(batch)
+
+
+def _update(batch: Batch) -> None:
+    """Applies Muon to a batch of matrices."""
+    group, numbers = batch.group, batch.numbers
+    weigh(batch, group["momentum"])
+    ahead = (group["momentum"] * numbers["mean_weight"]).unbind()
+    rows = [*rows_of(batch.decision())]
+    rank, ranks = (dist.get_rank(batch.groups[0]), batch.groups[0].size()) if batch.groups else (0, 1)
+    for start in range(0, len(batch.members), ranks):  # each rank orthogonalizes one of them
+        numbered = [*enumerate(batch.members)][start : start + ranks]
+        wholes = [gathered(member.parameter, _direction(batch, i, rows[i], ahead[i])) for i, member in numbered]
+        if rank < len(wholes):
+            wholes[rank] = orthogonalized(wholes[rank], group["ns_steps"])
+        for place, (i, member) in enumerate(numbered):
+            if ranks > 1:
+                dist.broadcast(wholes[place], group=batch.groups[0], group_src=place)
+            _move(member, wholes[place], rows[i], group["adjust_lr_fn"])
+    numbers["steps_since_reset"] = numbers["steps_since_reset"] + numbers["taken"]
+
+
+def _direction(batch: Batch, index: int, numbers: Numbers, ahead: Tensor) -> Tensor:
+    """Takes a gradient into the mean; returns the direction of this rank's shard, in the dtype of the GEMMs."""
+    mean, device = batch.members[index].tensors["mean"], batch.device
+    gradient = batch.gradients[index].to(mean.dtype)
+    clipped, _ = ELEMENT_RULES[batch.rules.elements.name].clip(gradient, numbers["limit"], numbers["ratio"], None)
+    gradient = (clipped * numbers["factor"]).nan_to_num_(0.0, 0.0, 0.0)  # of a skipped step 0·NaN would be NaN
+    mean.lerp_(gradient, numbers["weight1"])
+    is_ahead, is_narrow = batch.group["nesterov"], mean.dtype == torch.float32 and has_units(torch.bfloat16, device)
+    direction = gradient.mul_(1 - batch.group["momentum"]).addcmul_(mean, ahead) if is_ahead else mean
+    return direction.to(torch.bfloat16) if is_narrow else direction
+
+
+def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
+    """Returns about U·Vᵀ of a matrix U·S·Vᵀ, or of each in a stack [n, rows, columns]: its singular values near 1."""
+    if not matrix.numel():
+        return matrix
+    is_tall, shape = matrix.shape[-2] > matrix.shape[-1], matrix.shape
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=wide)
+    a, b, c = _COEFFICIENTS
+    x = (matrix / norms.clamp_(min=torch.finfo(wide).tiny)).to(matrix.dtype)
+    x = (x.mT if is_tall else x).reshape(-1, *sorted(shape[-2:]))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).reshape(shape).contiguous()
+
+
+def _move(member: Member, orthogonal: Tensor, numbers: Numbers, adjust_lr_fn: str) -> None:
+    """Moves a parameter's shard along a whole orthogonal matrix."""
+    rows, columns = orthogonal.shape[-2:]
+    scale = 0.2 * max(rows, columns) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1, rows / columns) ** 0.5
+    direction = part_of(member.parameter, orthogonal).to(numbers["rate"].dtype)
+    weights = member.shard.to(direction.dtype).mul_(1 - numbers["decay"]).sub_(direction * (numbers["rate"] * scale))
+    if weights is not member.shard:
+        member.shard.copy_(weights)
