@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         smooth_swiglu,
         unpack_frozen,
     )
-    from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+    from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM
     from lightning_lowbit.precision import *
     from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
@@ -52,6 +52,7 @@ __all__ = [
     "LowBitAdamW",
     "LowBitPrecision",
     "LowBitProgressBar",
+    "Muon",
     "OsciReset",
     "OutlierMonitor",
     "Plateau",

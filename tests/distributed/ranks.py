@@ -32,7 +32,7 @@ RANKS = 4
 WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=False)
 # A case, what its checkpoint holds, and where it goes on.
 GO_ON = {"parts": ("one process", "fsdp2", "fsdp2 on three", "hsdp"), "whole": ("one process", "fsdp2 on three")}
-CASES = ("stable_spam", "adaptive", "fp8")
+CASES = ("stable_spam", "adaptive", "fp8", "muon")
 RESUMPTIONS = [f"{case}: {kind}, {on}" for case in CASES for kind in GO_ON for on in GO_ON[kind]]
 
 
@@ -91,6 +91,7 @@ def refusals(meshes):
     """What users are told, on each rank."""
     attempts = {
         "fp8 under fsdp1": ("fp8", SPREADS["fsdp1"], True),
+        "muon under fsdp1": ("muon", SPREADS["fsdp1"], True),
         "sparse under fsdp1": ("sparse", SPREADS["fsdp1"], True),
         "sparse with cut rows": ("sparse", SPREADS["tensor parallel"], True),
         "flat buffers": ("stable_spam", Spread((2,), fsdp1(ShardingStrategy.FULL_SHARD, use_orig_params=False)), True),

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbit.distributed import local_gradient
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM, connect
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 
 STEPS, HALF = 12, 6
@@ -57,6 +57,7 @@ CASES = {
     "adaptive": Case(lambda p: Adaptive(torch.optim.AdamW(p, lr=1e-2))),
     "grad_clip": Case(lambda p: StableSPAM(p, lr=1e-2, norm_clip="grad_clip")),
     "adamw": Case(lambda p: LowBitAdamW(p, lr=1e-2, moments="fp32")),
+    "muon": Case(lambda p: Muon(p, lr=1e-2, adam_names=[], element_clip="ada_clip")),
     # 20 steps pass before anything is clipped.
     "spam": Case(lambda p: SPAM(p, lr=1e-2, spike_threshold=2, reset_interval=24, warmup_steps=3), steps=27),
     "sparse": Case(lambda p: SPAM(p, lr=1e-2, reset_interval=5, warmup_steps=0, density=0.5)),
@@ -117,13 +118,13 @@ ALWAYS = ("stable_spam", "in fp32", "adaptive")
 BY_ROWS = ("fp8", "fp8 adamw", "sparse")
 
 SPREADS = {
-    "ddp": Spread((2,), ddp, ("in fp32", "adaptive", "fp8"), elements=()),
-    "fsdp2": Spread((2,), fsdp2, (*ALWAYS, "fp8")),
-    "fsdp2 on three": Spread((3,), fsdp2, (*ALWAYS, *BY_ROWS, "spam")),
-    "hsdp": Spread((2, 2), fsdp2, (*ALWAYS, "fp8"), batch=(0, 1), elements=(1,)),
-    "tensor parallel": Spread((2,), tensor_parallel, (*ALWAYS, "spam"), batch=()),
+    "ddp": Spread((2,), ddp, ("in fp32", "adaptive", "fp8", "muon"), elements=()),
+    "fsdp2": Spread((2,), fsdp2, (*ALWAYS, "fp8", "muon")),
+    "fsdp2 on three": Spread((3,), fsdp2, (*ALWAYS, *BY_ROWS, "spam", "muon")),
+    "hsdp": Spread((2, 2), fsdp2, (*ALWAYS, "fp8", "muon"), batch=(0, 1), elements=(1,)),
+    "tensor parallel": Spread((2,), tensor_parallel, (*ALWAYS, "spam", "muon"), batch=()),
     "fsdp2 of tensor parallel": Spread(
-        (2, 2), fsdp2_of_tensor_parallel, (*ALWAYS, "grad_clip", "adamw"), elements=(0, 1)
+        (2, 2), fsdp2_of_tensor_parallel, (*ALWAYS, "grad_clip", "adamw", "muon"), elements=(0, 1)
     ),
     "fsdp1": Spread((2,), fsdp1(ShardingStrategy.FULL_SHARD), (*ALWAYS, "spam")),
     "fsdp1 on three": Spread((3,), fsdp1(ShardingStrategy.FULL_SHARD), (*ALWAYS, "grad_clip", "adamw")),
