@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import rules
 from tests.benchmarks.environment import describe, keep_large_blocks
@@ -55,6 +55,8 @@ OPTIMIZERS: dict[str, Callable[[list[Parameter]], Any]] = {
     "LowBitAdamW, FP8 moments": LowBitAdamW,
     "SPAM": SPAM,
     "SPAM, density 1/4": lambda parameters: SPAM(parameters, density=0.25),
+    "Muon": lambda parameters: Muon(parameters, adam_names=[]),
+    "torch.optim.Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
     "Adaptive(AdamW(fused=True))": lambda parameters: Adaptive(torch.optim.AdamW(parameters, fused=True)),
     "pytorch_optimizer StableSPAM": _other("pytorch_optimizer", "StableSPAM"),
     "torchao AdamW8bit": _other("torchao.optim", "AdamW8bit"),

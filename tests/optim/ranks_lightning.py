@@ -3,13 +3,14 @@
 import torch
 
 from lightning_lowbit import LowBitPrecision
-from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim import Adaptive, LowBitAdamW, Muon, StableSPAM
 from tests import ranks
 
 OPTIMIZERS = {
     "stable_spam": lambda p: StableSPAM(p, reset_interval=5, weight_decay=0.1),
     "adaptive": lambda p: Adaptive(torch.optim.AdamW(p)),
     "fp8": lambda p: LowBitAdamW(p),
+    "muon": lambda p: Muon(p, adam_names=[]),
 }
 
 

@@ -11,6 +11,7 @@ from tests.ranks import RANKS, STRATEGIES, trainer
 RUNS = {
     "fsdp1, stable_spam": ("fsdp1", "stable_spam", list),
     "fsdp1, adaptive": ("fsdp1", "adaptive", list),
+    "fsdp2, muon": ("fsdp2", "muon", list),
     "fsdp2, stable_spam": ("fsdp2", "stable_spam", lambda: [WeightDecaySwitch(0.0, step=2)]),
 }
 
