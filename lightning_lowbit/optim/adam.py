@@ -164,7 +164,7 @@ class ClippedAdam(ClippedOptimizer):
             batch.store_scalars()
 
     def _update(self, batch: Batch) -> None:
-        update_by_adam(batch)
+        _update(batch)
 
     def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
@@ -373,7 +373,7 @@ def weigh(batch: Batch, decay: float) -> Tensor | float:
     return lr
 
 
-def update_by_adam(batch: Batch) -> None:
+def _update(batch: Batch) -> None:
     """Applies Adam to a batch: parameters, moments and master weights."""
     group, rules, numbers = batch.group, batch.rules, batch.numbers
     taken, weight, k = numbers["taken"], numbers["weight"], numbers["steps_since_reset"]

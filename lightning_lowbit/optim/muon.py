@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_lowbit._torch.sharding import is_flattened
 from lightning_lowbit.distributed import gathered, part_of
-from lightning_lowbit.optim.adam import ClippedAdam, update_by_adam, weigh
+from lightning_lowbit.optim.adam import ClippedAdam, weigh
 from lightning_lowbit.optim.moments import DenseMoments, Momentum
 from lightning_lowbit.optim.passes import Batch, Member, rows_of
 from lightning_lowbit.optim.rules import ELEMENT_RULES, MUON, OPTIONS, Numbers, options_among
@@ -135,7 +135,7 @@ class Muon(ClippedAdam):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        if "param_names" not in group and group["adam_names"] != []:
+        if "param_names" not in group and group["adam_names"] not in ([], ()):
             raise ValueError(
                 "Muon tells embeddings and heads, which Adam moves, from other matrices by their names: give it "
                 "model.named_parameters(), or groups of named parameters. Or pass adam_names=[] for parameters without "
@@ -161,7 +161,7 @@ class Muon(ClippedAdam):
 
     def _update(self, batch: Batch) -> None:
         if batch.members[0].moments.has_mean_square:
-            update_by_adam(batch)
+            super()._update(batch)
         else:
             _update(batch)
 
