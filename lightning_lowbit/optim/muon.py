@@ -45,7 +45,8 @@ class Muon(ClippedAdam):
     """Muon for matrices and Adam for all other parameters, whole or sharded by FSDP2 or tensor parallelism.
 
     Matrices are parameters of two dimensions whose names `adam_names` does not match, and stacks of matrices those of
-    three with names in `stack_names`. Each rank computes the directions of some of the matrices that it has a part of.
+    three with names in `stack_names`. Look at `matrices`: an embedding that is called ``net.0.weight`` is taken for one.
+    Each rank computes the directions of some of the matrices that it has a part of.
 
     Args:
         params: named parameters, as ``model.named_parameters()``, or groups of these. Parameters without names need
