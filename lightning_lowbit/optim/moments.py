@@ -3,7 +3,7 @@
     DenseMoments    fp32 (float64 for a float64 parameter), one of each per element: 8 bytes
     FP8Moments      E4M3 and E5M2 in blocks of 128 along the last dimension, one fp32 scale each: 2.06 bytes
     SparseMoments   one of n neighbors, drawn anew at each reset, has moments and moves: 8/n bytes
-    Momentum        Muon's, the first moment alone: 4 bytes
+    Momentum        Muon's, the first moment alone: 4 bytes; FP8Momentum 1.03
 
 FP8 moments are rounded stochastically, because rounding to nearest would never change the second one: at β2 = .999 it
 moves by a thousandth, and a step of E5M2 is a quarter. A mean square below 2.7e-10 of the largest in its block becomes
@@ -113,12 +113,16 @@ class DenseMoments:
         """Mean and mean square of the selected elements, to be changed in place."""
         return piece.state["mean"], piece.state["mean_square"]
 
+    def mean(self, piece: Piece) -> Tensor:
+        """Mean of the selected elements, to be changed in place."""
+        return piece.state["mean"]
+
     def mean_square(self, piece: Piece) -> Tensor | None:
         """Mean square of the selected elements; None if there is none (yet)."""
         return piece.state.get("mean_square")
 
-    def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
-        """Writes the moments back."""
+    def store(self, piece: Piece, *moments: Tensor) -> None:
+        """Writes the moments back, mean and mean square."""
 
 
 @dataclass(frozen=True)
@@ -140,33 +144,45 @@ class FP8Moments(DenseMoments):
     names: ClassVar[tuple[str, ...]] = (*NAMES, "mean_scale", "mean_square_scale")
     draws: ClassVar[bool] = True
     needs_rows: ClassVar[bool] = True
+    coded: ClassVar[tuple[str, ...]] = NAMES
 
     def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
         codes, scales = (shape, torch.uint8), (_with_columns(shape, BLOCK), torch.float32)
-        return {"mean": codes, "mean_square": codes, "mean_scale": scales, "mean_square_scale": scales}
+        return {name: codes if name in self.coded else scales for name in self.names}
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         state = {}
-        for name in NAMES:
+        for name in self.coded:
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=torch.contiguous_format)
             state[f"{name}_scale"] = zeros_sharded_as(parameter, lambda length: -(-length // BLOCK), torch.float32)
         return state
 
     def load(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        state = piece.state
-        return _decode_moment(state["mean"], state["mean_scale"], "mean"), self.mean_square(piece)
+        return self.mean(piece), self.mean_square(piece)
+
+    def mean(self, piece: Piece) -> Tensor:
+        return _decode_moment(piece.state["mean"], piece.state["mean_scale"], "mean")
 
     def mean_square(self, piece: Piece) -> Tensor:
         return _decode_moment(piece.state["mean_square"], piece.state["mean_square_scale"], "mean_square")
 
-    def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
+    def store(self, piece: Piece, *moments: Tensor) -> None:
         assert piece.draw is not None
-        bits = random_bits(_element_index(mean.shape, piece.draw, mean.device), mix_key(piece.draw.key))
-        for name, values, draws in (("mean", mean, bits), ("mean_square", mean_square, bits << 16)):
+        bits = random_bits(_element_index(moments[0].shape, piece.draw, moments[0].device), mix_key(piece.draw.key))
+        for name, values, draws in zip(self.coded, moments, (bits, bits << 16), strict=False):
             codes, scales = piece.state[name], piece.state[f"{name}_scale"]
             new_codes, new_scales = _encode_moment(values, draws, name)
             codes.copy_(torch.where(piece.draw.taken, new_codes, codes))
             scales.copy_(torch.where(piece.draw.taken, new_scales, scales))
+
+
+@dataclass(frozen=True)
+class FP8Momentum(FP8Moments):
+    """Codes and scales of the first moment alone."""
+
+    names: ClassVar[tuple[str, ...]] = ("mean", "mean_scale")
+    has_mean_square: ClassVar[bool] = False
+    coded: ClassVar[tuple[str, ...]] = ("mean",)
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class Passes:
     def _total(self, sums: list[Tensor]) -> Tensor:
         return sums[0] if len(sums) == 1 else torch.stack([self.batch.zero.expand(2), *sums]).sum(0)
 
-    def _pieces(self, index: int, decision: Decision, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    def pieces(self, index: int, decision: Decision, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Pieces of tensors with the shard's shape, each with the state of its rows."""
         member, draw, row, numbers = self.batch.members[index], None, 0, decision.numbers
         if member.moments.draws:
@@ -206,7 +206,7 @@ class Passes:
             return ((piece.to(self.batch.dtype), None) for (piece,) in pieces_of(gradient))
         return (
             (moments.select(rows, piece).to(self.batch.dtype), moments.mean_square(piece))
-            for rows, piece in self._pieces(index, decision, gradient)
+            for rows, piece in self.pieces(index, decision, gradient)
         )
 
     def _update_one(self, index: int, decision: Decision, numbers: Numbers, sums: bool) -> list[Tensor]:
@@ -214,7 +214,7 @@ class Passes:
         result: list[Tensor] = []
         member, dtype = self.batch.members[index], self.batch.dtype
         moments = member.moments
-        for p, g, piece in self._pieces(index, decision, member.shard, self.batch.gradients[index]):
+        for p, g, piece in self.pieces(index, decision, member.shard, self.batch.gradients[index]):
             mean, mean_square = moments.load(piece)
             clipped, changed = _clip(decision, numbers, moments.select(g, piece).to(dtype), mean_square)
             if sums:

@@ -58,6 +58,7 @@ CASES = {
     "grad_clip": Case(lambda p: StableSPAM(p, lr=1e-2, norm_clip="grad_clip")),
     "adamw": Case(lambda p: LowBitAdamW(p, lr=1e-2, moments="fp32")),
     "muon": Case(lambda p: Muon(p, lr=1e-2, adam_names=[], element_clip="ada_clip")),
+    "muon fp8": Case(lambda p: Muon(p, adam_names=[], element_clip="ada_clip", moments="fp8"), dtype=torch.float32),
     # 20 steps pass before anything is clipped.
     "spam": Case(lambda p: SPAM(p, lr=1e-2, spike_threshold=2, reset_interval=24, warmup_steps=3), steps=27),
     "sparse": Case(lambda p: SPAM(p, lr=1e-2, reset_interval=5, warmup_steps=0, density=0.5)),
@@ -120,7 +121,7 @@ BY_ROWS = ("fp8", "fp8 adamw", "sparse")
 SPREADS = {
     "ddp": Spread((2,), ddp, ("in fp32", "adaptive", "fp8", "muon"), elements=()),
     "fsdp2": Spread((2,), fsdp2, (*ALWAYS, "fp8", "muon")),
-    "fsdp2 on three": Spread((3,), fsdp2, (*ALWAYS, *BY_ROWS, "spam", "muon")),
+    "fsdp2 on three": Spread((3,), fsdp2, (*ALWAYS, *BY_ROWS, "spam", "muon", "muon fp8")),
     "hsdp": Spread((2, 2), fsdp2, (*ALWAYS, "fp8", "muon"), batch=(0, 1), elements=(1,)),
     "tensor parallel": Spread((2,), tensor_parallel, (*ALWAYS, "spam", "muon"), batch=()),
     "fsdp2 of tensor parallel": Spread(

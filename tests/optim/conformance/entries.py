@@ -87,6 +87,7 @@ ENTRIES = {
     "LowBitAdamW fp8": Entry(LowBitAdamW, FP8),
     "LowBitAdamW master": Entry(LowBitAdamW, MASTER, dtype=torch.bfloat16),
     "Muon": Entry(Muon, {"adam_names": []}),
+    "Muon fp8": Entry(Muon, {"adam_names": [], **FP8}),
     "Muon rules": Entry(
         Muon, {"adam_names": [], "element_clip": "ada_clip", "norm_clip": "ada_gn", "nesterov": False, "maximize": True}
     ),

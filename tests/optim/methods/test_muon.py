@@ -94,6 +94,22 @@ def test_all_else_moves_as_with_adam():
     assert "mean_square" not in optimizer.state[parameters["up.weight"]], "Muon keeps one moment"
 
 
+def test_momentum_in_fp8_moves_alike_and_takes_a_byte():
+    model, twin = Model(torch.float32), Model(torch.float32)
+    parameters, twins = ([*one.parameters()] for one in (model, twin))
+    train(Muon(twin.named_parameters(), lr=0.01), twins, range(6))
+    optimizer = Muon(model.named_parameters(), lr=0.01, moments="fp8")
+    train(optimizer, parameters, range(6))
+    for name, p, q, start in zip(
+        dict(model.named_parameters()), parameters, twins, Model(torch.float32).parameters(), strict=True
+    ):
+        likeness = F.cosine_similarity((p - start).flatten(), (q - start).flatten(), dim=0)
+        assert likeness > 0.98, f"{name} moves another way: {likeness}"
+    state = optimizer.state[model.up.weight]
+    assert {name for name, value in state.items() if value.dim()} == {"mean", "mean_scale"}, "of Muon"
+    assert state["mean"].dtype == torch.uint8
+
+
 def named(*shapes):
     return [(f"{'abcdef'[i]}.weight", Parameter(torch.ones(shape))) for i, shape in enumerate(shapes)]
 
@@ -121,8 +137,8 @@ def test_names_choose_the_matrices(params, options, matrices):
         (named((2, 3)), {"stack_names": ["experts"]}, "stack_names: the pattern 'experts' matches no parameter"),
         (named((2, 3)), {"adam_names": ["a"]}, "Muon got no matrix.*LowBitAdamW"),
         ([Parameter(torch.ones(2, 3))], {}, r"by their names: give it model\.named_parameters\(\).*adam_names=\[\]"),
-        (named((2, 3)), {"element_clip": "spike_clip"}, "one moment of each matrix.*spike_clip"),
-        ([{"params": named((2, 3)), "moments": "fp8"}], {}, "one moment of each matrix.*fp8"),
+        (named((2, 3)), {"element_clip": "spike_clip"}, "one moment of all elements.*spike_clip"),
+        ([{"params": named((2, 3)), "density": 0.5}], {}, "one moment of all elements.*0.5"),
     ],
 )
 def test_refusals(params, options, words):
