@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 
 
-def counted(cls, monkeypatch):
+def counted(cls, monkeypatch, hooks=HOOKS):
     """A callback that counts its reads, by hook and ``global_step``; and how often a hook was called, as step -1.
 
     On the CPU ``tolist`` is no operation of its own.
@@ -34,4 +34,4 @@ def counted(cls, monkeypatch):
 
         return call
 
-    return type(f"Watched{cls.__name__}", (cls,), {hook: watched(hook) for hook in HOOKS}), reads
+    return type(f"Watched{cls.__name__}", (cls,), {hook: watched(hook) for hook in hooks}), reads

@@ -8,16 +8,16 @@ import torch
 from tests.lightning_imports import TensorBoardLogger
 
 
-def resume(make, fit, steps, warning, logged):
+def resume(trainer, make, model, steps, warning, logged):
     """Curves of a whole run, of its first part, and of the rest, which does not repeat what the first part warned of.
 
     The monitor ends in the state of the whole run, and the checkpoint holds the state that it had then.
 
     Args:
-        make: the monitor.
-        fit: takes the monitor, arguments of a `Trainer`, and those of `fit` as ``how``; trains a new model.
+        trainer: takes the monitor and arguments of a `Trainer`.
+        make, model: the monitor, and the model.
         steps: of the whole run and of its first part.
-        warning: of both; None if there is none.
+        warning: of both.
         logged: curves of a run.
     """
     curves, states = [], []
@@ -25,14 +25,10 @@ def resume(make, fit, steps, warning, logged):
     for name, end in (("whole", whole), ("half", half), ("rest", whole)):
         monitor, is_rest = make(), name == "rest"
         torch.manual_seed(0)
-        with nullcontext() if is_rest or warning is None else pytest.warns(UserWarning, match=warning):
-            run = fit(
-                monitor,
-                max_steps=end,
-                logger=TensorBoardLogger(name),
-                limit_train_batches=1,  # an epoch is a step: Lightning resumes with the next epoch
-                how={"ckpt_path": "half.ckpt", "weights_only": True} if is_rest else {},
-            )
+        with nullcontext() if is_rest else pytest.warns(UserWarning, match=warning):
+            # An epoch is a step: Lightning resumes with the next epoch.
+            run = trainer(monitor, max_steps=end, logger=TensorBoardLogger(name), limit_train_batches=1)
+            run.fit(model(), **({"ckpt_path": "half.ckpt", "weights_only": True} if is_rest else {}))
         run.save_checkpoint(f"{name}.ckpt")
         curves.append(logged(run))
         states.append(monitor.state_dict())

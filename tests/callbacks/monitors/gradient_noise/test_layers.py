@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision, PrecisionSwitch
-from tests.callbacks.monitors.gradient_noise.ranks import E2M1
+from lightning_lowbit import GradientNoiseMonitor, LowBitPrecision
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NOISY, Model, assert_equal, fit, ratios, steps, trainer
 from tests.lightning_imports import Callback
 
@@ -76,18 +75,6 @@ def test_layers_by_hand(preset, micro):
     wanted = {f"{METRIC}/{name}": hand.ratio(slice(3, 6, 2), name) for name in ("net.0", "net.2")}
     assert found == pytest.approx({METRIC: expected[-1], **wanted}, rel=1e-4)
     assert model.calls == dict.fromkeys(range(1, 7), micro), "no step runs twice"
-
-
-def test_layers_in_the_phase_of_finetuning_are_not_measured():
-    monitor = GradientNoiseMonitor(1, kind="layers", average=1)
-    plugin = LowBitPrecision("nvfp4", compute_dtype="bf16", seed=2)
-    run = trainer(plugin, monitor, PrecisionSwitch("qaf", step=3), PrecisionSwitch("bf16", step=5))
-    run.fit(Model(0.1))
-    assert steps(monitor) == [1, 2, 3]
-    assert all(ratio < math.inf for ratio in ratios(monitor)), "the end of noise is logged as a number"
-    monitor = GradientNoiseMonitor(1, kind="layers")
-    fit(Model(), monitor, LinearCasts(fprop_w=Cast(**E2M1)))
-    assert ratios(monitor) == []
 
 
 @pytest.mark.slow

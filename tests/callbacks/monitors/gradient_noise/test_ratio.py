@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import Cast, GradientNoiseMonitor, LowBitPrecision, PrecisionSwitch, StaticGradScaler, convert
+from lightning_lowbit import (
+    Cast,
+    GradientNoiseMonitor,
+    LinearCasts,
+    LowBitPrecision,
+    PrecisionSwitch,
+    StaticGradScaler,
+    convert,
+)
 from lightning_lowbit.nn import LayerKeys
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, ratios, steps, trainer
@@ -58,9 +66,11 @@ def test_not_averaged_over_a_switch(kind):
         switches = [PrecisionSwitch("qaf", step=3), PrecisionSwitch("fqt", step=6)]
         trainer(NOISY.replace(fprop_w=Cast(**E2M1)), *switches, one, max_steps=8).fit(Model(0.1, 8))
         assert steps(one) == [1, 2, 3, 7, 8]
-        assert all(ratio < math.inf for ratio in ratios(one))
+        assert all(ratio < math.inf for ratio in ratios(one)), "the end of noise is logged as a number"
     assert ratios(monitor)[3] == ratios(single)[3]
     assert ratios(monitor)[4] != ratios(single)[4], "the window did not fill again"
+    fit(Model(), monitor := GradientNoiseMonitor(1, kind), LinearCasts(fprop_w=Cast(**E2M1)))
+    assert ratios(monitor) == []
 
 
 CHANGES = {

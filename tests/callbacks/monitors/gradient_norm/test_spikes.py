@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,14 +146,9 @@ def test_no_clipping_is_advised_where_something_clips():
 
 def test_a_resumed_run_is_the_uninterrupted_one():
     """Stopped after a spike, between two logged steps, and before another."""
-
-    def fit(monitor, how, **kwargs):
-        run = trainer(monitor, log_every_n_steps=3, **kwargs)
-        run.fit(Constant({12: 6.0, 16: 7.0, 17: 1.5}), **how)
-        return run
-
-    warning = SAID.format(13, 6, 1)
-    whole, half, rest = resume(lambda: GradientNormMonitor(["layer"], every_n_steps=1), fit, (18, 14), warning, logged)
+    monitor, model = partial(GradientNormMonitor, ["layer"], 1), partial(Constant, {12: 6.0, 16: 7.0, 17: 1.5})
+    logging = partial(trainer, log_every_n_steps=3)
+    whole, half, rest = resume(logging, monitor, model, (18, 14), SAID.format(13, 6, 1), logged)
     assert sorted(whole) == [3, 6, 9, 12, 15, 18]
     assert whole == half | rest
 

@@ -1,5 +1,6 @@
 """Curves of the loss scale, its state and the report."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,12 +186,10 @@ def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(make, overflows, e
 def test_a_resumed_run_is_the_uninterrupted_one(plugin):
     """Also where it stops between two logged steps, with an overflow since the last; it does not repeat itself."""
 
-    def fit(monitor, how, **kwargs):
-        run = trainer(monitor, plugin=plugin(), log_every_n_steps=3, **kwargs)
-        run.fit(Scripted({1, 2, 4, 6}), **how)
-        return run
+    def again(monitor, **kwargs):
+        return trainer(monitor, plugin=plugin(), log_every_n_steps=3, **kwargs)
 
-    warning = "Loss scale, step 3: 1 overflows"
-    whole, half, rest = resume(lambda: LossScaleMonitor(falls=1), fit, (12, 5), warning, logged)
+    monitor, model = partial(LossScaleMonitor, falls=1), partial(Scripted, {1, 2, 4, 6})
+    whole, half, rest = resume(again, monitor, model, (12, 5), "Loss scale, step 3: 1 overflows", logged)
     assert sorted(whole) == [2, 5, 8, 11]
     assert whole == half | rest

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,15 +81,9 @@ def test_alignment_names_its_channels():
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():
-    def fit(monitor, how, **kwargs):
-        run = trainer(monitor, **kwargs)
-        run.fit(Model({**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0}), **how)
-        return run
-
-    def make():
-        return OutlierMonitor(["up_proj"], swiglu=False, takeoff=9.0)
-
-    whole, half, rest = resume(make, fit, (18, 14), "up_proj, step 13: channel 5", logged)
+    monitor = partial(OutlierMonitor, ["up_proj"], swiglu=False, takeoff=9.0)
+    model = partial(Model, {**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0})
+    whole, half, rest = resume(trainer, monitor, model, (18, 14), "up_proj, step 13: channel 5", logged)
     assert whole == half | rest
     state = torch.load("half.ckpt", weights_only=True)["callbacks"]["OutlierMonitor"]
     assert state["means"]["mlp.up_proj"]["count"] == 14
