@@ -13,18 +13,15 @@ from torch import nn
 from lightning_lowbit import OutlierMonitor, RunReport
 from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
 from tests.callbacks.monitors.resumed import resume
+from tests.callbacks.monitors.said import alerts_said
 from tests.lightning_imports import BoringModel
-
-
-def texts(said):
-    return [str(one.message) for one in said if str(one.message).startswith("OutlierMonitor")]
 
 
 def test_a_channel_takes_off():
     plan = {**dict.fromkeys(range(40), 6.0), 15: 60.1, 18: 200.0, 20: 1400.0}
-    with pytest.warns(UserWarning) as said:
+    with alerts_said() as said:
         fit(Model(plan), OutlierMonitor(["up_proj"], swiglu=False), max_steps=24)
-    text, worse = texts(said)
+    text, worse = said
     assert "mlp.up_proj, step 21: channel 5" in worse
     assert worse.endswith("It is much worse than at step 16.")
     assert "mlp.up_proj, step 16: channel 5 of what enters it reaches 60.1, where the largest of all was 6" in text
@@ -46,10 +43,10 @@ def test_not_finite(value):
             return 0 * self.lm_head.bias.sum() + 0 * torch.nan_to_num(super().training_step(batch, batch_idx)).detach()
 
     monitor = OutlierMonitor(["up_proj", "lm_head"])
-    with pytest.warns(UserWarning) as said:
+    with alerts_said() as said:
         found = fit(Still({3: value, 4: value}), monitor)
-    (text,) = texts(said)
-    assert ": 2 layers, the worst mlp.up_proj, step 4: what enters it is not finite" in text
+    (text,) = said
+    assert "2 layers, the worst mlp.up_proj, step 4: what enters it is not finite" in text
     assert not math.isfinite(found[4]["activation_max/mlp.up_proj"])
     assert math.isnan(found[4]["kurtosis/mlp.up_proj"])
     assert monitor.state_dict()["means"]["mlp.up_proj"]["count"] == 4, "what is not finite enters the mean"
@@ -60,9 +57,9 @@ def test_alignment_names_its_channels():
     with torch.no_grad():
         for channel in (2, 7):
             model.mlp.up_proj.weight[channel] = -3 * model.mlp.gate_proj.weight[channel]
-    with pytest.warns(UserWarning) as said:
+    with alerts_said() as said:
         found = fit(model, OutlierMonitor(alignment_limit=0.95))
-    (text,) = texts(said)
+    (text,) = said
     assert "mlp, step 1: channels " in text
     named = text.split("channels ")[1].split(" have")[0]
     assert sorted(int(one.split()[0]) for one in named.split(", ")) == [2, 7]

@@ -1,5 +1,7 @@
 """Runs whose quantization errors are monitored."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -39,9 +41,12 @@ class AtStep(Callback):
             self.action(trainer)
 
 
+TERNARY = partial(TernaryPrecision, quantize_output=True, compute_dtype="bf16")
+
+
 def trainer(*callbacks, plugin=None, **kwargs):
     defaults = {"max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": CSVLogger("logs")}
-    plugins = [plugin or TernaryPrecision(quantize_output=True, compute_dtype="bf16")]
+    plugins = [plugin or TERNARY()]
     return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 

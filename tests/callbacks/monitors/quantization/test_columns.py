@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
+from lightning_lowbit import IntegerPrecision, LowBitPrecision
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
-from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
+from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, TERNARY, AtStep, Two, rows, trainer
 from tests.lightning_imports import Callback
 
 
@@ -76,7 +76,7 @@ class Witness(Callback):
 @pytest.mark.parametrize(
     ("kind", "plugin"),
     [
-        ("ternary", lambda: TernaryPrecision(quantize_output=True, compute_dtype="bf16")),
+        ("ternary", TERNARY),
         ("int4", lambda: LowBitPrecision("int4", compute_dtype="bf16")),
         ("zero points", lambda: IntegerPrecision(4, 8, group="row", symmetric=False, compute_dtype="bf16")),
     ],
