@@ -195,13 +195,6 @@ def test_any_run_trains(name, plugin):
         check(name, plugin, monitors)
 
 
-@pytest.mark.slow
-@each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
-def test_any_run_trains_with_each_monitor(name, plugin, tmp_path):
-    for monitor in MONITORS:
-        check(name, plugin, [monitor], default_root_dir=str(tmp_path))
-
-
 def test_reports_of_any_run(tmp_path):
     for name, plugin in (("convolutions", "plugin"), ("embedding", "none"), ("odd parameters", "plugin")):
         check(name, plugin, REPORTS, default_root_dir=str(tmp_path))

@@ -1,15 +1,13 @@
 """When the ratio is logged, what is said and reported of it, and what checkpoints hold."""
 
-import json
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LossScaleMonitor, PrecisionSwitch, RunReport
+from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LossScaleMonitor, PrecisionSwitch
 from lightning_lowbit.report.html import Text
 from tests.callbacks.monitors.device_reads import counted
 from tests.callbacks.monitors.gradient_noise.runs import (
@@ -88,13 +86,11 @@ def test_a_switch_follows(kind):
 
 def test_reported():
     monitor = GradientNoiseMonitor(2)
-    run = trainer(NOISY, RunReport(), monitor)
-    run.fit(Model(0.1))
+    run = fit(Model(0.1), monitor)
     chart, text = monitor.report_sections(run)[0].blocks
     lines = {"ratio": ([2, 4, 6], ratios(monitor)), "threshold": ([2, 4, 6], [math.sqrt(3)] * 3)}
     assert chart.series == lines
-    assert "Gradient noise" in Path("report.html").read_text()
-    data = json.loads(Path("run.json").read_text())["summary"]["gradient_noise"]
+    data = monitor.report_data(run)["gradient_noise"]
     assert data["ratios"] == [{"step": step, "ratio": ratio} for step, ratio in monitor.measurements()]
 
 

@@ -25,7 +25,6 @@ def test_ranks_measure_the_same_and_change_nothing(run, results):
     assert len(first["layers"]) == 4
     assert [ratio < 1e3 for _, ratio in first["measurements"]] == ["nearest" not in run] * STEPS
     for rank, (measured, without) in enumerate(((first, alone), (second, other_alone))):
-        assert measured.get("same gradients", [True] * STEPS) == [True] * STEPS, f"rank {rank}"
         assert without["measurements"] == []
         for name in {"weights", "random"} & measured.keys():
             assert_equal([*measured[name]], [*without[name]], f"rank {rank}, {name}")

@@ -1,16 +1,14 @@
 """Spikes of the gradient norm, their warnings, and what checkpoints and reports know of them."""
 
-import json
 import math
 import re
 import statistics
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_lowbit import GradientNormMonitor, LowBitPrecision, RunReport, StaticGradScaler
+from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Constant, Planned, fit, logged, sgd, trainer
 from tests.callbacks.monitors.resumed import resume
 from tests.callbacks.monitors.said import alerts_said
@@ -165,13 +163,12 @@ def test_a_checkpoint_knows_of_the_step_that_has_just_been_done():
 
 def test_reported():
     monitor = GradientNormMonitor(["layer"], limit=10)
-    with pytest.warns(UserWarning, match="Gradient norm"):
-        run = trainer(RunReport(), monitor, max_steps=16)
+    run = trainer(monitor, max_steps=16)
+    with alerts_said() as said:
         run.fit(Constant({12: 6.0, 14: 12.0}))
     (table,) = monitor.report_sections(run)[0].blocks
     assert [row[0] for row in table.rows] == [13, 15]
-    alerts = monitor.report_alerts(run)
-    assert [text.split(":")[0] for text in alerts] == ["Gradient norm, step 13", "Gradient norm, step 15"]
-    assert "above the limit of 10" in Path("report.html").read_text()
-    data = json.loads(Path("run.json").read_text())["summary"]["gradient_norm"]
-    assert ([spike["step"] for spike in data["spikes"]], data["alerts"]) == ([13, 15], alerts)
+    assert [text.split(":")[0] for text in said] == ["Gradient norm, step 13", "Gradient norm, step 15"]
+    assert "above the limit of 10" in said[1]
+    data = monitor.report_data(run)["gradient_norm"]
+    assert ([spike["step"] for spike in data["spikes"]], data["alerts"]) == ([13, 15], said)

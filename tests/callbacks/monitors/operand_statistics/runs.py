@@ -20,12 +20,12 @@ FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 class Two(BoringModel):
     """Data that differ from step to step; the loss of a batch may be multiplied."""
 
-    def __init__(self, factors=None, recompute=False):
+    def __init__(self, factors=None, recompute=False, lr=0.01):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
             self.layer = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
-        self.factors, self.recompute = factors or {}, recompute
+        self.factors, self.recompute, self.lr = factors or {}, recompute, lr
 
     def forward(self, x):
         return checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x)
@@ -37,7 +37,7 @@ class Two(BoringModel):
         self(100 * batch)
 
     def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
     def train_dataloader(self):
         with torch.random.fork_rng(devices=[]):
