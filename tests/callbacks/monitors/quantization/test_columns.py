@@ -18,7 +18,7 @@ class Manual(Two):
     def training_step(self, batch, batch_idx):
         for optimizer in (*self.optimizers(), self.optimizers()[0]):
             optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
 
     def configure_optimizers(self):
