@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_lowbit import (
     FP4Precision,
@@ -74,15 +74,6 @@ class Manual(Model):
         optimizer.step()
 
 
-class Endless(Model):
-    def train_dataloader(self):
-        class Numbers(IterableDataset):
-            def __iter__(self):
-                yield from range(STEPS)
-
-        return DataLoader(Numbers())
-
-
 class Opaque(Model):
     """Batches of which no size can be told."""
 
@@ -142,7 +133,6 @@ RUNS = {
     "frozen": lambda: Model(frozen(mlp())),
     "converged": lambda: Model(mlp(), torch.zeros(8, 16), scale=0.0),
     "NaN": lambda: Model(mlp(), scale=math.nan),
-    "endless": lambda: Endless(mlp()),
     "opaque batches": lambda: Opaque(mlp()),
     "no loss": lambda: Skipped(mlp()),
     "odd parameters": lambda: Model(Odd()),

@@ -18,7 +18,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.nn import LayerKeys
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
-from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, ratios, steps, trainer
+from tests.callbacks.monitors.gradient_noise.runs import METRIC, NOISY, Model, fit, ratios, steps, trainer
 from tests.lightning_imports import Callback
 from tests.tables import each
 
@@ -119,18 +119,6 @@ def test_one_measurement_in_a_step():
     monitor = GradientNoiseMonitor(2)
     fit(Searches(), monitor)
     assert steps(monitor) == [2, 4, 6]
-
-
-def test_a_backward_pass_of_the_modules_own_is_not_compared():
-    """Draws are gradients of the loss, whatever it makes of that."""
-
-    class Doubles(Model):
-        def backward(self, loss):
-            (2 * loss).backward()
-
-    monitor = GradientNoiseMonitor(1)
-    fit(Doubles(), monitor, NEAREST)
-    assert set(ratios(monitor)) == {math.inf}
 
 
 def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing():

@@ -44,7 +44,6 @@ def test_gathered_weights_tell_what_whole_ones_do(results):
                 assert sharded[step][layer] == pytest.approx(row, rel=1e-6), f"step {step}, {layer}"
         assert any(row["flips"] > 0 for layers in ddp.values() for row in layers.values()), "nothing flips"
         assert not any(result["fsdp1", "int4"]["weights"].values())
-
     (said,) = results[0]["said"]
     assert said.startswith("Not measured: QuantizationMonitor(weights=True) needs weights that are matrices")
     assert results[1]["said"] == []

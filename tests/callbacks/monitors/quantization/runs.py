@@ -7,10 +7,9 @@ from tests.callbacks.monitors.operand_statistics import runs
 from tests.callbacks.monitors.operand_statistics.runs import LAYERS, Two
 from tests.lightning_imports import Callback
 
-__all__ = ["ALL", "LAYERS", "SHARES", "TERNARY", "AtStep", "Two", "rows", "trainer", "zeros"]
+__all__ = ["ALL", "LAYERS", "TERNARY", "AtStep", "Two", "rows", "trainer", "zeros"]
 
-SHARES = {"minus", "zeros", "plus"}
-ALL = {*SHARES, "flips", "distance"}
+ALL = {"minus", "zeros", "plus", "flips", "distance"}
 TERNARY = partial(TernaryPrecision, quantize_output=True, compute_dtype="bf16")
 
 
