@@ -14,8 +14,8 @@ from lightning_lowbit import (
 from tests.callbacks.monitors.device_reads import HOOKS, Operations, counted
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned
 from tests.callbacks.monitors.loss_scale.runs import Scripted, conservative, lowbit
-from tests.callbacks.monitors.operand_statistics.runs import Two
 from tests.callbacks.monitors.outliers.runs import Model
+from tests.callbacks.monitors.quantization.runs import Two
 from tests.lightning_imports import Callback, quiet_trainer
 from tests.tables import each
 

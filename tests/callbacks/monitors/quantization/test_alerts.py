@@ -10,7 +10,20 @@ import torch
 
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, RunReport, TernaryPrecision
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
-from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, TERNARY, AtStep, Two, rows, trainer, zeros
+from lightning_lowbit.nn import OPERANDS
+from tests.callbacks.monitors.quantization.runs import (
+    LAYERS,
+    MEANS,
+    NAMES,
+    TERNARY,
+    WEIGHTS,
+    AtStep,
+    Two,
+    logged,
+    of_layers,
+    rows,
+)
+from tests.callbacks.monitors.quantization.runs import ternary_trainer as trainer
 from tests.callbacks.monitors.said import alerts_said
 from tests.tables import each
 
@@ -22,6 +35,10 @@ def still(fill=None):
         with torch.no_grad():
             fill(model.layer[0].weight)
     return model
+
+
+def zeros(weight):
+    weight.zero_()
 
 
 def heavy_tailed(weight):
@@ -101,6 +118,71 @@ def test_a_weight_that_is_not_finite():
     assert not any("zeros" in text or "are 0" in text for text in said), "a share of zeros of what are no numbers"
 
 
+def outlier(batch):
+    """All but one element of the input are so small beside it that int4 makes zeros of them."""
+    batch = torch.full_like(batch, 1e-3)
+    batch[:, 0] = 1.0
+    return batch
+
+
+class Spoilt(Two):
+    """Some batches are spoilt; weights stay as they are."""
+
+    def __init__(self, spoil, since=2):
+        super().__init__()
+        self.spoil, self.since = spoil, since
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.spoil(batch) if batch_idx >= self.since else batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.zero_grad()
+
+
+INT4 = partial(LowBitPrecision, "int4")
+
+
+def test_underflow_is_said_once():
+    (text,) = said_in(Spoilt(outlier), plugin=INT4)
+    assert text.startswith("layer.0, step 3: 96.9% of the elements of fprop_x that are not 0 became 0")
+    assert "(underflow_limit=0.5): few large elements take the range from the others. Smaller blocks, stoch" in text
+
+
+@each("plugin, limit", [(INT4, 0.97), (partial(LowBitPrecision, "ternary"), 1e-3)])
+def test_underflow_that_is_tolerated(plugin, limit):
+    """Zeros are levels of ternary weights."""
+    spoil = outlier if plugin is INT4 else torch.ones_like
+    said = said_in(Spoilt(spoil, since=0), plugin=plugin, underflow_limit=limit, steps=4, every=2)
+    assert not any("underflow" in text or "fprop_w" in text for text in said)
+
+
+def test_what_is_not_finite_is_said_once():
+    def spoil(batch):
+        batch = batch.clone()
+        batch[3, 4] = math.nan
+        return batch
+
+    run = trainer(QuantizationMonitor(weights=False), plugin="nvfp4", log_every_n_steps=1)
+    with alerts_said() as texts:
+        run.fit(Spoilt(spoil))
+    assert len(texts) == len(set(texts)) > 0
+    assert "layer.0, step 3: fprop_x holds a NaN or an infinity. Look at the data of this step" in texts[0]
+    assert not any("fprop_w" in text or "became 0" in text for text in texts)
+    assert math.isnan(of_layers(logged(run)[2])["layer.0", "fprop_x"]["sqnr"])
+
+
+@each("operands, weights", [(True, None), (True, False), (False, True), (False, None)])
+def test_operands_or_weights(operands, weights):
+    monitor = QuantizationMonitor(only=[r"layer\.2"], operands=operands, weights=weights)
+    run = trainer(monitor, plugin="nvfp4", log_every_n_steps=6)
+    run.fit(Two())
+    of_operands = {f"{name}/{operand}/layer.2" for name in NAMES for operand in OPERANDS}
+    of_operands |= {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}
+    of_weights = {f"{name}/fprop_w/layer.2" for name in ("flips", "distance")}
+    expected = (of_operands if operands else set()) | (of_weights if weights is not False else set())
+    assert set(logged(run, NAMES | WEIGHTS)[5]) == expected
+
+
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself(tmp_path):
     def fit(steps, **kwargs):
@@ -129,7 +211,7 @@ def test_the_last_step_is_reported():
     (_, _, row) = rows(run).values()
     assert data["step"] == 6
     for layer in LAYERS:
-        expected = {name: row[f"{name}/fprop_w/{layer}"] for name in ALL}
+        expected = {name: row[f"{name}/fprop_w/{layer}"] for name in WEIGHTS}
         assert data["layers"][layer] == pytest.approx(expected, rel=1e-6)
     operands, section = monitor.report_sections(run)
     assert (operands.title, section.title) == ("Quantized operands", "Quantized weights")
@@ -159,7 +241,7 @@ def test_reported_after_an_exception(tmp_path):
     (path,) = tmp_path.rglob("run.json")
     weights = json.loads(path.read_text())["summary"]["quantized_weights"]
     assert weights["step"] == 2
-    assert set(weights["layers"]["layer.2"]) == ALL
+    assert set(weights["layers"]["layer.2"]) == WEIGHTS
     assert len(weights["alerts"]) == 1
     (page,) = tmp_path.rglob("report.html")
     assert "Quantized weights" in page.read_text()

@@ -7,7 +7,7 @@ import pytest
 from lightning_lowbit import RunReport
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
-from tests.callbacks.monitors.operand_statistics.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
+from tests.callbacks.monitors.quantization.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
 from tests.lightning_imports import Callback
 
 # The input of the first layer needs no gradient.

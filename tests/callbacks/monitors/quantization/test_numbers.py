@@ -9,18 +9,18 @@ from torch._dynamo import OptimizedModule
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
-from tests.callbacks.monitors.operand_statistics.runs import (
+from tests.callbacks.monitors.quantization.runs import (
     BACKWARD,
     FORWARD,
     LAYERS,
     MEANS,
+    AtStep,
     Two,
     fit,
     logged,
     of_layers,
     trainer,
 )
-from tests.callbacks.monitors.quantization.runs import AtStep
 from tests.curves import assert_curves
 from tests.lightning_imports import Callback
 from tests.nn.operand_sums import assert_numbers, captured, numbers_of, places

@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.callbacks.monitors.operand_statistics.ranks import EVERY, RANKS, RUNS, STEPS, train
-from tests.callbacks.monitors.operand_statistics.runs import FORWARD
+from tests.callbacks.monitors.quantization.ranks import EVERY, RANKS, RUNS, STEPS, train
+from tests.callbacks.monitors.quantization.runs import FORWARD
 from tests.launch import launch
 from tests.nn.operand_sums import assert_numbers
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return launch("tests.callbacks.monitors.operand_statistics.ranks", RANKS, tmp_path_factory.mktemp("quantized"))
+    return launch("tests.callbacks.monitors.quantization.ranks", RANKS, tmp_path_factory.mktemp("quantized"))
 
 
 @pytest.mark.parametrize("how", RUNS, ids=str)
