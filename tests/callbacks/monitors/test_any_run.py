@@ -228,17 +228,15 @@ def test_convolutions_are_measured():
 
 def test_runs_that_a_callback_cannot_follow():
     """A monitor warns, and a callback that would change the run refuses it."""
-    trainer, noise, rollback = quiet_trainer(), GradientNoiseMonitor(), SpikeRollback(phase="bf16")
-    for module, words in (
-        (Manual(mlp()), "Use automatic optimization, or leave out the callback"),
-        (Model(mlp()), r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="),
+    for plugins, module, words in (
+        (PLUGINS["plugin"](), Manual(mlp()), "Use automatic optimization, or leave out the callback"),
+        ([], Model(mlp()), r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="),
     ):
+        trainer = quiet_trainer(*plugins)
         with pytest.raises(MisconfigurationException, match=words):
-            rollback.on_fit_start(trainer, module)
-    with pytest.warns(UserWarning, match=r"Not measured: .* the Trainer has Precision\. Use e\.g\. Trainer"):
-        noise.on_fit_start(trainer, Model(mlp()))
-    with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
-        GradientNoiseMonitor().on_fit_start(quiet_trainer(*PLUGINS["plugin"]()), Manual(mlp()))
+            SpikeRollback(phase="bf16").on_fit_start(trainer, module)
+        with pytest.warns(UserWarning, match=f"Not measured: .*{words}"):
+            GradientNoiseMonitor().on_fit_start(trainer, module)
 
 
 def test_deepspeed_is_not_measured():
