@@ -1,7 +1,6 @@
 """When the ratio is logged, what is said and reported of it, and what checkpoints hold."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tests.callbacks.monitors.gradient_noise.runs import (
     steps,
     trainer,
 )
-from tests.callbacks.monitors.resumed import resume
 from tests.lightning_imports import Callback, MisconfigurationException, TensorBoardLogger
 from tests.tables import each
 
@@ -137,14 +135,6 @@ def test_nothing_is_read_after_an_error_of_the_device(error, is_of_device, monke
     monitor._keep(4, {"ratio": torch.tensor(5.0)})
     monitor._read()
     assert monitor.measurements() == [(4, 5.0)]
-
-
-def test_a_resumed_run_is_the_uninterrupted_one():
-    """Stopped between a measurement and the step that logs it."""
-    monitor = partial(GradientNoiseMonitor, 5, average=3, threshold=1e6, layers=[r"net\.0"])
-    noisy = partial(trainer, NOISY, log_every_n_steps=3)
-    whole, half, rest = resume(noisy, monitor, partial(Model, 0.1, 3), (9, 5), "the gradient, step 5", logged)
-    assert half == {} and whole == rest and whole.keys() == {6}
 
 
 def resumed(monitor, state):

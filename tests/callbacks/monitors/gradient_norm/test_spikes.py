@@ -3,14 +3,12 @@
 import math
 import re
 import statistics
-from functools import partial
 
 import pytest
 import torch
 
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
-from tests.callbacks.monitors.gradient_norm.runs import RULES, Constant, Planned, fit, logged, sgd, trainer
-from tests.callbacks.monitors.resumed import resume
+from tests.callbacks.monitors.gradient_norm.runs import RULES, Constant, Planned, fit, sgd, trainer
 from tests.callbacks.monitors.said import alerts_said
 from tests.lightning_imports import Callback
 from tests.tables import each
@@ -136,15 +134,6 @@ def test_no_clipping_is_advised_where_something_clips():
     assert len(advice()) == 2
     assert advice(gradient_clip_val=1.0) == advice(RULES["Stable-SPAM"]) == []
     assert len(advice(RULES["without rules"])) == 2
-
-
-def test_a_resumed_run_is_the_uninterrupted_one():
-    """Stopped after a spike, between two logged steps, and before another."""
-    monitor, model = partial(GradientNormMonitor, ["layer"], 1), partial(Constant, {12: 6.0, 16: 7.0, 17: 1.5})
-    logging = partial(trainer, log_every_n_steps=3)
-    whole, half, rest = resume(logging, monitor, model, (18, 14), SAID.format(13, 6, 1), logged)
-    assert sorted(whole) == [3, 6, 9, 12, 15, 18]
-    assert whole == half | rest
 
 
 def test_a_checkpoint_knows_of_the_step_that_has_just_been_done():

@@ -1,7 +1,5 @@
 """Curves of the loss scale, its state and the report."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -19,7 +17,6 @@ from tests.callbacks.monitors.loss_scale.runs import (
     trainer,
     warned,
 )
-from tests.callbacks.monitors.resumed import resume
 from tests.curves import event_curves
 from tests.lightning_imports import Callback, TensorBoardLogger
 from tests.tables import each
@@ -166,16 +163,3 @@ def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(make, overflows, e
     if make is torchs:
         assert [one["scale"] for one in model.seen][:5] == [2**10, 2**9, 2**9, 2**9, 2**8]
     assert logged(run) == expected(model.seen, every)
-
-
-@each("plugin", PLUGINS.values())
-def test_a_resumed_run_is_the_uninterrupted_one(plugin):
-    """Also where it stops between two logged steps, with an overflow since the last; it does not repeat itself."""
-
-    def again(monitor, **kwargs):
-        return trainer(monitor, plugin=plugin(), log_every_n_steps=3, **kwargs)
-
-    monitor, model = partial(LossScaleMonitor, falls=1), partial(Scripted, {1, 2, 4, 6})
-    whole, half, rest = resume(again, monitor, model, (12, 5), "Loss scale, step 3: 1 overflows", logged)
-    assert sorted(whole) == [2, 5, 8, 11]
-    assert whole == half | rest

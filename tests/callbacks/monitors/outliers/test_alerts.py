@@ -1,7 +1,6 @@
 """Alerts, state, report and refusals of the outlier monitor."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import OutlierMonitor
-from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
-from tests.callbacks.monitors.resumed import resume
+from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, trainer
 from tests.callbacks.monitors.said import alerts_said
 from tests.lightning_imports import BoringModel
 
@@ -73,15 +71,6 @@ def test_alignment_names_its_channels():
         model.mlp.up_proj.weight[4] = model.mlp.gate_proj.weight[4]
     with pytest.warns(UserWarning, match=r"step 1: channel 4 \(0.99\d|1.000\) has"):
         fit(model, OutlierMonitor(alignment_limit=0.97), max_steps=1)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one():
-    monitor = partial(OutlierMonitor, ["up_proj"], swiglu=False, takeoff=9.0)
-    model = partial(Model, {**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0})
-    whole, half, rest = resume(trainer, monitor, model, (18, 14), "up_proj, step 13: channel 5", logged)
-    assert whole == half | rest
-    state = torch.load("half.ckpt", weights_only=True)["callbacks"]["OutlierMonitor"]
-    assert state["means"]["mlp.up_proj"]["count"] == 14
 
 
 def test_reported():
