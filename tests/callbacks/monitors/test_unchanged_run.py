@@ -48,7 +48,9 @@ class Stateful(noise.Model):
 
     def training_step(self, batch, batch_idx):
         batch *= 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand(())
-        return self.loss(batch)
+        loss = self.loss(batch)
+        loss.register_hook(lambda gradient: gradient + 0 * torch.rand(()))  # a backward pass draws, too
+        return loss
 
     def on_before_backward(self, loss):
         """Between the step and the measurement."""

@@ -41,10 +41,3 @@ def test_whatever_the_strategy(run, results):
     found = results[0][*run, True]
     assert dict(found["measurements"]) == pytest.approx(dict(same["measurements"]), rel=1e-4)
     assert found["layers"] == pytest.approx(same["layers"], rel=1e-4)
-
-
-def test_and_go_on(run, results):
-    for result in results:
-        whole, resumed = result[*run, True], result.get((*run, "resumed"), result[*run, True])
-        assert resumed["measurements"] == whole["measurements"]
-        assert resumed["layers"] == whole["layers"]
