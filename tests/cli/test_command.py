@@ -150,8 +150,6 @@ def test_help_on_training_is_short_and_begins_with_recipes(capsys):
     ],
 )
 def test_options_are_not_abbreviated(option, meant, capsys):
-    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
-        check(["fit", "--config=quickstart", option])
     assert cli.main(["fit", "--config=quickstart", option]) == 2
     assert f"Did you mean '{meant}'" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """What a cast makes of a tensor: SQNR, underflow, saturation, histograms of codes; parts of tensors, and devices."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -79,18 +80,8 @@ def test_numbers_by_hand():
     x = torch.tensor([[7.0, 3.4, -0.4, 0.0]])
     cast = Cast("int4", Scale("fp32", "tensor"))
     found = cast_statistics(x, cast)  # becomes 7, 3, 0, 0
-    assert found.floats() == pytest.approx(
-        {
-            "sqnr": 10 * math.log10(60.72 / 0.32),
-            "mse": 0.08,
-            "relative_mse": 0.32 / 60.72,
-            "bias": -0.8 / 10.8,
-            "underflow": 1 / 3,
-            "saturation": 0.0,
-            "not_finite": 0.0,
-        },
-        rel=1e-6,
-    )
+    numbers = [10 * math.log10(60.72 / 0.32), 0.08, 0.32 / 60.72, -0.8 / 10.8, 1 / 3, 0.0, 0.0]
+    assert [*found.floats().values()] == pytest.approx(numbers, rel=1e-6)
     assert found.codes.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 1, 0, 0, 0, 1]
     late = cast_statistics(x, cast, amax=torch.tensor(3.5))  # a scale of 1/2 gives 3.5, 3.5, -0.5, 0
     assert late.floats()["saturation"] == 1 / 4
@@ -98,38 +89,7 @@ def test_numbers_by_hand():
     assert late.floats()["underflow"] == 0
 
 
-@each("rounding, saturation", [("nearest", 1 / 16), ("up", 0.0)])
-def test_a_scale_rounded_down_saturates(rounding, saturation):
-    """6.3 needs a scale of 1.05; E4M3 has 1 and 1.125."""
-    x = torch.full((1, 16), 0.7)
-    x[0, 3] = -6.3
-    assert cast_statistics(x, Cast("e2m1", Scale("e4m3", 16, rounding))).floats()["saturation"] == saturation
-
-
-@each(
-    ("x", "levels_used", "saturation"),
-    [
-        ([-1.0, 0.6, 2.0, 1.1], [-1, 1, 2, 1], 0.0),  # a scale of 1 and a zero point of 1: levels from -1 to 2
-        ([-1.4, 1.6, 0.2, 0.0], [-1, 2, 0, 0], 0.25),  # -1.4 lies below them
-        ([-1.6, 1.4, 0.2, 0.0], [-2, 1, 0, 0], 0.25),  # of levels from -2 to 1, 1.4 lies above
-        ([0.4, 3.0, 2.0, 1.4], [0, 3, 2, 1], 0.0),  # 0 is among the levels
-        ([-0.4, -3.0, -2.0, -1.4], [0, -3, -2, -1], 0.0),
-    ],
-)
-def test_a_zero_point_by_hand(x, levels_used, saturation):
-    cast = Cast("int2", Scale("fp32", "row", statistic="minmax"))
-    x = torch.tensor([x])
-    quantized = quantize(x, cast)
-    expected = [levels_used.count(level) for level in range(-3, 4)]
-    assert levels(cast.grid) == (-3, -2, -1, 0, 1, 2, 3)
-    assert code_histogram(quantized).tolist() == expected, "counts of what codes stand for, not of codes"
-    found = cast_statistics(x, cast)
-    assert found.codes.tolist() == expected
-    assert found.floats()["saturation"] == saturation
-
-
-@pytest.mark.fast("2", "4")
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@each("bits", [2, 3, 4, 8])
 def test_all_levels_on_either_side_of_a_zero_point(bits):
     """Rows with every whole number from -z to 2^bits - 1 - z, once, for every z there is."""
     steps = 2**bits - 1
@@ -137,8 +97,9 @@ def test_all_levels_on_either_side_of_a_zero_point(bits):
     cast = Cast(f"int{bits}", Scale("fp32", "row", statistic="minmax"))
     histogram = code_histogram(quantize(x, cast))
     assert histogram.tolist() == [steps + 1 - abs(level) for level in range(-steps, steps + 1)]
-    assert cast_statistics(x, cast).floats()["saturation"] == 0
-    assert len(histogram) == len(levels(cast.grid))
+    found = cast_statistics(x, cast)
+    assert found.floats()["saturation"] == 0 and found.codes.equal(histogram)
+    assert levels(cast.grid) == tuple(range(-steps, steps + 1))
 
 
 @each("element", ["int4", "int8", "e2m1", "e4m3"])
@@ -249,12 +210,8 @@ def test_errors_of_parts_add_up(cast):
     assert total.floats() == pytest.approx(whole.floats(), rel=1e-12)
     assert total.codes.tolist() == whole.codes.tolist()
     assert (total.elements, total.cast) == (24 * 64, cast)
-
-
-def test_errors_of_different_casts_do_not_add_up():
-    x = sample(8, 64)
-    with pytest.raises(ValueError, match="Errors of one cast add up; got those of e2m1/e4m3:1x16.* and e2m1/e8m0"):
-        cast_statistics(x, CASTS[0]) + cast_statistics(x, CASTS[3])
+    with pytest.raises(ValueError, match=f"Errors of one cast add up; got those of {re.escape(str(cast))} and int3"):
+        total + cast_statistics(x, ZERO_POINTS[3])
 
 
 @each("cast", [*CASTS, *ZERO_POINTS])
@@ -265,13 +222,6 @@ def test_nothing_waits_for_the_device(cast):
         value = getattr(error, name)
         assert (value.device.type, value.shape, value.requires_grad) == ("meta", (), False)
     assert error.codes.shape == (len(levels(cast.grid)),)
-
-
-def test_what_quantize_refuses():
-    with pytest.raises(ValueError, match="takes a floating point tensor"):
-        cast_statistics(torch.ones(4, 16, dtype=torch.int64), CASTS[0])
-    with pytest.raises(ValueError, match="needs a key"):
-        cast_statistics(torch.ones(4, 16), replace(CASTS[0], rounding="stochastic"))
 
 
 def test_the_old_spelling_of_normalize_is_deprecated():

@@ -138,28 +138,6 @@ def test_distance_equals_a_loop(cast, dtype):
         assert threshold_distance(x.t(), cast, dim=-2).item() == pytest.approx(found.item(), rel=1e-6)
 
 
-@each(
-    "x, distance",
-    [
-        ([0.49, -0.51, 0.5, -0.5], 0.005),  # about to flip
-        ([1.0, 0.0, -1.0, 0.0], 0.5),  # centers
-        ([3.0, 0.2, -2.5, -0.1], (2.5 + 0.3 + 2.0 + 0.4) / 4),  # there is no threshold beyond the last level
-    ],
-)
-def test_distance_by_hand(x, distance):
-    """In units of a scale that is 2: mean magnitudes are not, and the factor makes up for it."""
-    tensor = 2 * torch.tensor([x])
-    cast = TERNARY.replace(scale={"factor": 2 / tensor.abs().mean().item()})
-    assert threshold_distance(tensor, cast).item() == pytest.approx(distance, rel=1e-5)
-
-
-def test_there_is_no_threshold_below_the_least_element():
-    """With -1.4 the zero point is 1: the least level is -1, and -1.5 no threshold, though it is one of the grid's."""
-    cast = Cast("int2", Scale("fp32", "row", statistic="minmax"))
-    x = torch.tensor([[-1.4, 1.6, 0.0, 0.0]])
-    assert threshold_distance(x, cast).item() == pytest.approx((0.9 + 0.1 + 0.5 + 0.5) / 4)
-
-
 def test_distance_by_an_amax_from_outside():
     cast = Cast("int4", Scale("fp32", "tensor", source="delayed"))
     x = torch.tensor([[1.0, 2.25, -3.0]])

@@ -102,10 +102,8 @@ def _scale_advice(layer: Any) -> str:
         return ""
     few, remedies = "", []
     if isinstance(cast.scale.block, str):
-        few, remedies = (
-            f" With one scale for each {cast.scale.block}, few levels are left for the rest.",
-            ["small blocks"],
-        )
+        few = f" With one scale for each {cast.scale.block}, few levels are left for the rest."
+        remedies += ["small blocks"]
     if not layer.full_casts.smooth:
         remedies += ["smooth_swiglu='channel' before a down projection"]
     keep = f" To keep the outlier to itself, take {' or '.join(remedies)}." if remedies else ""

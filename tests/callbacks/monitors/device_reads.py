@@ -8,7 +8,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 
 
-def counted(cls, monkeypatch):
+class Operations(TorchDispatchMode):
+    """Keeps which operations were executed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def counted(cls, monkeypatch, hooks=HOOKS):
     """A callback that counts its reads, by hook and ``global_step``; and how often a hook was called, as step -1.
 
     On the CPU ``tolist`` is no operation of its own.
@@ -17,21 +29,18 @@ def counted(cls, monkeypatch):
 
     def watched(hook):
         def call(callback, run, module, *arguments):
-            class Count(TorchDispatchMode):
-                def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                    reads[hook, run.global_step] += func is ops.aten._local_scalar_dense.default
-                    return func(*args, **(kwargs or {}))
-
             def tolist(tensor):
-                reads[hook, run.global_step] += 1
+                operations.seen.append("tolist")
                 return original(tensor)
 
             original = Tensor.tolist
-            with monkeypatch.context() as patch, Count():
+            with monkeypatch.context() as patch, Operations() as operations:
                 patch.setattr(Tensor, "tolist", tolist)
                 getattr(cls, hook)(callback, run, module, *arguments)
+            kinds = "tolist", ops.aten._local_scalar_dense.default
+            reads[hook, run.global_step] += sum(map(operations.seen.count, kinds))
             reads[hook, -1] += 1
 
         return call
 
-    return type(f"Watched{cls.__name__}", (cls,), {hook: watched(hook) for hook in HOOKS}), reads
+    return type(f"Watched{cls.__name__}", (cls,), {hook: watched(hook) for hook in hooks}), reads

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_lowbit import (
     FP4Precision,
@@ -74,15 +74,6 @@ class Manual(Model):
         optimizer.step()
 
 
-class Endless(Model):
-    def train_dataloader(self):
-        class Numbers(IterableDataset):
-            def __iter__(self):
-                yield from range(STEPS)
-
-        return DataLoader(Numbers())
-
-
 class Opaque(Model):
     """Batches of which no size can be told."""
 
@@ -142,7 +133,6 @@ RUNS = {
     "frozen": lambda: Model(frozen(mlp())),
     "converged": lambda: Model(mlp(), torch.zeros(8, 16), scale=0.0),
     "NaN": lambda: Model(mlp(), scale=math.nan),
-    "endless": lambda: Endless(mlp()),
     "opaque batches": lambda: Opaque(mlp()),
     "no loss": lambda: Skipped(mlp()),
     "odd parameters": lambda: Model(Odd()),
@@ -195,13 +185,6 @@ def test_any_run_trains(name, plugin):
         check(name, plugin, monitors)
 
 
-@pytest.mark.slow
-@each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
-def test_any_run_trains_with_each_monitor(name, plugin, tmp_path):
-    for monitor in MONITORS:
-        check(name, plugin, [monitor], default_root_dir=str(tmp_path))
-
-
 def test_reports_of_any_run(tmp_path):
     for name, plugin in (("convolutions", "plugin"), ("embedding", "none"), ("odd parameters", "plugin")):
         check(name, plugin, REPORTS, default_root_dir=str(tmp_path))
@@ -245,17 +228,15 @@ def test_convolutions_are_measured():
 
 def test_runs_that_a_callback_cannot_follow():
     """A monitor warns, and a callback that would change the run refuses it."""
-    trainer, noise, rollback = quiet_trainer(), GradientNoiseMonitor(), SpikeRollback(phase="bf16")
-    for module, words in (
-        (Manual(mlp()), "Use automatic optimization, or leave out the callback"),
-        (Model(mlp()), r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="),
+    for plugins, module, words in (
+        (PLUGINS["plugin"](), Manual(mlp()), "Use automatic optimization, or leave out the callback"),
+        ([], Model(mlp()), r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="),
     ):
+        trainer = quiet_trainer(*plugins)
         with pytest.raises(MisconfigurationException, match=words):
-            rollback.on_fit_start(trainer, module)
-    with pytest.warns(UserWarning, match=r"Not measured: .* the Trainer has Precision\. Use e\.g\. Trainer"):
-        noise.on_fit_start(trainer, Model(mlp()))
-    with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
-        GradientNoiseMonitor().on_fit_start(quiet_trainer(*PLUGINS["plugin"]()), Manual(mlp()))
+            SpikeRollback(phase="bf16").on_fit_start(trainer, module)
+        with pytest.warns(UserWarning, match=f"Not measured: .*{words}"):
+            GradientNoiseMonitor().on_fit_start(trainer, module)
 
 
 def test_deepspeed_is_not_measured():

@@ -102,13 +102,14 @@ def test_a_second_run_begins_anew(clock):
 
 
 def test_two_processes(clock, monkeypatch):
-    """Samples are those of all processes, FLOPs those of one device."""
+    """Samples are those of all processes, FLOPs those of one device; the module's own number of these goes first."""
     monkeypatch.setattr(Trainer, "distributed_sampler_kwargs", property(lambda _: {"num_replicas": 2, "rank": 0}))
-    model = Model(clock)
-    model.flops_per_batch = 1000
-    rows = fit(model, Throughput(peak_flops={"float32": 5000.0}))
-    assert column(rows, "samples/s") == rates(2 * BATCH)
-    assert column(rows, "mfu") == rates(1000 / 5000)
+    for others in ([], [PrecisionSummary(quiet=True)]):
+        model = Model(clock)
+        model.flops_per_batch = 1000
+        rows = fit(model, *others, Throughput(peak_flops={"float32": 5000.0}))
+        assert column(rows, "samples/s") == rates(2 * BATCH)
+        assert column(rows, "mfu") == rates(1000 / 5000)
 
 
 # --- FLOPs and peaks --------------------------------------------------------------------------------------------------
@@ -166,13 +167,6 @@ def test_native_gemms_have_the_peak_of_their_kind(clock, make, peaks, native):
         assert column(rows, "mfu") == rates(native * gemm / 8e4 + (5 - native) * gemm / 1e4)
 
 
-def test_the_modules_own_number_goes_first(clock):
-    model = Model(clock)
-    model.flops_per_batch = 600
-    rows = fit(model, PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE))
-    assert column(rows, "mfu") == rates(600 / 1e4)
-
-
 def test_recomputed_activations_do_not_count(clock):
     model, summary = Model(clock, recompute=True), PrecisionSummary(quiet=True)
     model.layer = nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh())
@@ -190,30 +184,17 @@ def test_no_utilization_without_a_peak(clock, peaks):
     assert "mfu" not in rows[0]
 
 
-@each(
-    ("name", "chip"),
-    [
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H200 NVL", "H200 NVL"),
-        ("NVIDIA GH200 480GB", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 NVL", "H100 NVL"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L40", None),
-        ("NVIDIA H20", None),
-        ("NVIDIA RTX A1000 Laptop GPU", None),
-        ("Tesla T4", None),
-        ("AMD Instinct MI300X", None),
-    ],
-)
+@each("name, chip", [
+    ("NVIDIA GB200", "GB200"), ("NVIDIA B200", "B200"), ("NVIDIA H200", "H200"), ("NVIDIA H200 NVL", "H200 NVL"),
+    ("NVIDIA GH200 480GB", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"),
+    ("NVIDIA H100 NVL", "H100 NVL"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100 80GB PCIe", "A100"),
+    ("NVIDIA L40S", "L40S"), ("NVIDIA L40", None), ("NVIDIA H20", None), ("NVIDIA RTX A1000 Laptop GPU", None),
+    ("Tesla T4", None), ("AMD Instinct MI300X", None),
+])  # fmt: skip
 def test_peaks_by_the_name_of_the_device(monkeypatch, name, chip):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peaks_of(torch.device("cuda", 0)) == (PEAKS[chip] if chip else {})
+    assert peaks_of(torch.device("cpu")) == {}
 
 
 def test_peaks_are_dense_and_grow_as_bits_shrink():
@@ -224,8 +205,3 @@ def test_peaks_are_dense_and_grow_as_bits_shrink():
                 # GeForce cards sum products of 8 bits in float32 at half of their speed, those of 4 bits at all of it.
                 factor = 4 if (chip, narrow) == ("RTX 5090", "float4") else 2
                 assert peaks[narrow] / peaks[wide] == pytest.approx(factor, rel=0.02), f"{chip}: {narrow}"
-
-
-def test_no_device_name_is_asked_for_on_other_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: pytest.fail("asked for a device of others"))
-    assert peaks_of(torch.device("cpu")) == {}

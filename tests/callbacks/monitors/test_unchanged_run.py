@@ -1,21 +1,27 @@
 """A run is the same with a monitor and without: its numbers, its random numbers, and how often the host waits."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lightning_lowbit import (
     FP4Precision,
+    GradientNoiseMonitor,
     GradientNormMonitor,
     LossScaleMonitor,
     LowBitPrecision,
     OutlierMonitor,
     QuantizationMonitor,
 )
-from tests.callbacks.monitors.device_reads import HOOKS, counted
+from tests.callbacks.monitors.device_reads import HOOKS, Operations, counted
+from tests.callbacks.monitors.gradient_noise import runs as noise
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned
 from tests.callbacks.monitors.loss_scale.runs import Scripted, conservative, lowbit
-from tests.callbacks.monitors.operand_statistics.runs import Two
 from tests.callbacks.monitors.outliers.runs import Model
+from tests.callbacks.monitors.quantization.runs import Two
 from tests.lightning_imports import Callback, quiet_trainer
 from tests.tables import each
 
@@ -30,7 +36,38 @@ RUNS = {
     LossScaleMonitor: ({}, lambda: Scripted({1, 5}), lambda: {"plugins": [lowbit(conservative())]}),
     QuantizationMonitor: ({}, Two, lambda: {"plugins": [LowBitPrecision("nvfp4")]}),
 }
+
+
+class Stateful(noise.Model):
+    """Its loss depends on all random numbers and on what normalization remembers."""
+
+    def __init__(self):
+        super().__init__(0.05, 4)
+        up, down = self.net[0], self.net[2]
+        self.net = nn.Sequential(up, nn.BatchNorm1d(64), nn.Dropout(0.2), nn.GELU(), down)
+
+    def training_step(self, batch, batch_idx):
+        batch *= 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand(())
+        loss = self.loss(batch)
+        loss.register_hook(lambda gradient: gradient + 0 * torch.rand(()))  # a backward pass draws, too
+        return loss
+
+    def on_before_backward(self, loss):
+        """Between the step and the measurement."""
+        self.between = float(torch.rand(())) + random.random() + np.random.rand()
+
+
 RUNS_OF_OTHERS = [
+    *(
+        (
+            GradientNoiseMonitor,
+            {"every_n_steps": 2, "kind": kind},
+            Stateful,
+            lambda casts=casts, dtype=dtype: {"plugins": [LowBitPrecision(casts, compute_dtype=dtype, seed=2)]},
+        )
+        for kind in ("draws", "layers")
+        for casts, dtype in (("nvfp4", "bf16"), ("nvfp4", "fp16"), ("fp8-delayed", "fp32"), (noise.NEAREST, "bf16"))
+    ),
     (GradientNormMonitor, {}, Planned, dict),
     *(
         (QuantizationMonitor, {}, Two, lambda casts=casts: {"plugins": [LowBitPrecision(casts)]})
@@ -40,15 +77,18 @@ RUNS_OF_OTHERS = [
 
 
 class Witness(Callback):
-    """Weights, gradients and random numbers after each batch."""
+    """What a run has after each batch: its model, gradients, random numbers and plugin."""
 
     def __init__(self):
         self.seen = []
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        gradients = [p.grad.nan_to_num() for p in pl_module.parameters() if p.grad is not None]
-        weights = [p.detach().clone() for p in pl_module.parameters()]
-        self.seen.append([*weights, *gradients, torch.random.get_rng_state()])
+        gradients = {name: p.grad.nan_to_num() for name, p in pl_module.named_parameters() if p.grad is not None}
+        model = {name: tensor.detach().clone() for name, tensor in pl_module.state_dict().items()}
+        numbers = [random.getstate(), str(np.random.get_state()), torch.get_rng_state()]
+        plugin = trainer.precision_plugin
+        state = [plugin.step, plugin.micro_batch] if isinstance(plugin, LowBitPrecision) else []
+        self.seen.append([model, gradients, numbers, state])
 
 
 def trainer(*callbacks, **kwargs):
@@ -59,16 +99,15 @@ def trainer(*callbacks, **kwargs):
 def test_watching_changes_nothing(monitor, arguments, make, options):
     runs = []
     for monitors in ([], [monitor(**arguments)]):
-        torch.manual_seed(1)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(1)
         witness = Witness()
         run = trainer(*monitors, witness, max_steps=4, log_every_n_steps=2, accumulate_grad_batches=2, **options())
         run.fit(model := make())
         runs.append(witness.seen)
         assert not any(module._forward_pre_hooks for module in model.modules()), "hooks are left behind"
     assert len(runs[0]) == 8
-    for batch, (one, other) in enumerate(zip(*runs, strict=True)):
-        assert len(one) == len(other), "a gradient is left, or gone"
-        assert all(map(torch.equal, one, other)), f"batch {batch}"
+    noise.assert_equal(runs[1], runs[0])
 
 
 @each("monitor, arguments, make, options", [(kind, *run) for kind, run in RUNS.items()])
@@ -105,15 +144,12 @@ def test_hooks_go_after_an_error():
 
 
 def test_hooks_read_nothing():
-    class Reads(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     class Watched(Model):
         def forward(self, x):
-            with Reads():
-                return super().forward(x)
+            with Operations() as operations:
+                y = super().forward(x)
+            calls.extend(map(str, operations.seen))
+            return y
 
     calls = []
     trainer(OutlierMonitor(), log_every_n_steps=2, max_steps=2).fit(Watched())

@@ -109,7 +109,6 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
             "give --devices. How deepspeed spreads a model is not known here: say --strategy ddp or --strategy fsdp. "
             "TextDataModule tells no batch_size of 1 or more (got 0): give --batch_size.",
         ),
-        (["--trainer.plugins.init_args.casts=nvfp5"], "Did you mean 'nvfp4'?"),
         (["--nonsense=1"], "nonsense"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -5,11 +5,9 @@ from torch import nn
 
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision
 from tests import ranks
-from tests.distributed.spreads import full
-from tests.lightning_imports import Callback
 from tests.ranks import RANKS, STRATEGIES
 
-STEPS, HALF = 3, 2
+STEPS = 3
 
 E2M1 = {"element": "e2m1", "scale": {"block": 16, "format": "e4m3", "two_level": True}}
 STOCHASTIC = Cast(**E2M1, rounding="stochastic")
@@ -54,40 +52,10 @@ class Regression(ranks.Regression):
         self.unused = nn.Linear(3, 3) if self.unused_too else None
 
     def inputs(self, step, batch_idx):
-        # A resumed run may count batches from elsewhere.
         return super().inputs(100 * step + batch_idx % self.trainer.accumulate_grad_batches, batch_idx)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.02, momentum=0.5)
-
-
-class Gradients:
-    """Whether measurements leave gradients as they are."""
-
-    def __init__(self, monitor):
-        self.same = []
-        take = monitor._source.before_backward
-
-        def watched(trainer, *arguments):
-            parameters = [*trainer.model.parameters()]
-            before = [None if p.grad is None else full(p.grad).clone() for p in parameters]
-            sums = take(trainer, *arguments)
-            after = [None if p.grad is None else full(p.grad) for p in parameters]
-            pairs = zip(before, after, strict=True)
-            self.same.append(all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs))
-            return sums
-
-        monitor._source.before_backward = watched
-
-
-class Save(Callback):
-    """Leaves a checkpoint at the end, while the strategy still has the model."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_end(self, trainer, *_):
-        trainer.save_checkpoint(self.path)
 
 
 def trainer(name, casts, *callbacks, **kwargs):
@@ -108,26 +76,22 @@ def results_of(monitor, run, model):
 
 
 def train(name, casts, micro, measured=True):
-    """Results by two draws, and whether gradients stayed what they were."""
+    """Results by two draws, and the next random numbers."""
     monitor = GradientNoiseMonitor(1, average=1, layers=[r"body\.\d"])
-    gradients = Gradients(monitor)
     run = trainer(name, casts, *([monitor] if measured else []), accumulate_grad_batches=micro)
     model = Regression(0.0 if casts == "weight" else 0.2, name == "fsdp2", "unused" in name)
     torch.manual_seed(1 + run.global_rank)
     run.fit(model)
-    return {**results_of(monitor, run, model), "same gradients": gradients.same, "random": torch.rand(4)}
+    return {**results_of(monitor, run, model), "random": torch.rand(4)}
 
 
-def ask(name, measured=True, steps=STEPS, start=None, end=None):
-    """Results by layers; ``start`` and ``end`` are the checkpoint that it goes on from, and one that it leaves."""
+def ask(name, measured=True):
+    """Results by layers."""
     monitor = GradientNoiseMonitor(1, kind="layers", average=STEPS, layers=[r"body\.\d"])
-    # An epoch is a step: Lightning resumes with the next epoch.
-    kwargs = {"max_steps": steps, "limit_train_batches": 1}
-    callbacks = [*([monitor] if measured else []), *([Save(end)] if end is not None else [])]
-    run = trainer(name, "everything", *callbacks, **kwargs)
+    run = trainer(name, "everything", *([monitor] if measured else []), limit_train_batches=1)
     model = Regression(shard=name == "fsdp2")
     torch.manual_seed(1)
-    run.fit(model, ckpt_path=start)
+    run.fit(model)
     return results_of(monitor, run, model)
 
 
@@ -135,7 +99,4 @@ def work():
     found = {(*run, measured): train(*run, measured) for run in RUNS for measured in (True, False)}
     for name in ASKED:
         found[name, True], found[name, False] = ask(name), ask(name, measured=False)
-        if "flat" not in name:
-            ask(name, steps=HALF, end=f"{name}.ckpt")
-            found[name, "resumed"] = ask(name, start=f"{name}.ckpt")
     return found

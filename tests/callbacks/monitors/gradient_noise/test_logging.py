@@ -1,14 +1,12 @@
 """When the ratio is logged, what is said and reported of it, and what checkpoints hold."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LossScaleMonitor, PrecisionSwitch, RunReport
+from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LossScaleMonitor, PrecisionSwitch
 from lightning_lowbit.report.html import Text
 from tests.callbacks.monitors.device_reads import counted
 from tests.callbacks.monitors.gradient_noise.runs import (
@@ -22,7 +20,6 @@ from tests.callbacks.monitors.gradient_noise.runs import (
     steps,
     trainer,
 )
-from tests.callbacks.monitors.resumed import resume
 from tests.lightning_imports import Callback, MisconfigurationException, TensorBoardLogger
 from tests.tables import each
 
@@ -51,8 +48,7 @@ def test_logged_in_the_step_or_in_the_next_one_that_is_logged(every, log_every, 
 @each("kind", ["draws", "layers"])
 def test_read_once_after_each_measurement(kind, monkeypatch):
     hooks = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
-    monkeypatch.setattr("tests.callbacks.monitors.device_reads.HOOKS", hooks)
-    Watched, reads = counted(GradientNoiseMonitor, monkeypatch)
+    Watched, reads = counted(GradientNoiseMonitor, monkeypatch, hooks)
     monitor, known = Watched(3, kind), []
 
     class Look(Callback):
@@ -73,6 +69,8 @@ def test_a_warning_is_said_once():
         fit(Model(), monitor)
     assert sum("the gradient, step" in str(one.message) for one in said) == 1
     assert "PrecisionSwitch('qaf', below={})" in monitor._alerts.texts[0]
+    with pytest.raises(KeyError, match="gradient_noise/ratio"):
+        monitor.measurements("gradient_noise")
 
 
 @each("kind", ["draws", "layers"])
@@ -84,22 +82,13 @@ def test_a_switch_follows(kind):
     assert 2 <= len(ratios(monitor)) < 6
 
 
-def test_other_metrics():
-    monitor = GradientNoiseMonitor()
-    assert monitor.measurements(METRIC) == []
-    with pytest.raises(KeyError, match="gradient_noise/ratio"):
-        monitor.measurements("gradient_noise")
-
-
 def test_reported():
     monitor = GradientNoiseMonitor(2)
-    run = trainer(NOISY, RunReport(), monitor)
-    run.fit(Model(0.1))
+    run = fit(Model(0.1), monitor)
     chart, text = monitor.report_sections(run)[0].blocks
     lines = {"ratio": ([2, 4, 6], ratios(monitor)), "threshold": ([2, 4, 6], [math.sqrt(3)] * 3)}
     assert chart.series == lines
-    assert "Gradient noise" in Path("report.html").read_text()
-    data = json.loads(Path("run.json").read_text())["summary"]["gradient_noise"]
+    data = monitor.report_data(run)["gradient_noise"]
     assert data["ratios"] == [{"step": step, "ratio": ratio} for step, ratio in monitor.measurements()]
 
 
@@ -148,54 +137,31 @@ def test_nothing_is_read_after_an_error_of_the_device(error, is_of_device, monke
     assert monitor.measurements() == [(4, 5.0)]
 
 
-def test_a_resumed_run_is_the_uninterrupted_one():
-    """Stopped between a measurement and the step that logs it."""
-
-    def fit(monitor, how, **kwargs):
-        run = trainer(NOISY, monitor, log_every_n_steps=3, **kwargs)
-        run.fit(Model(0.1, 3), **how)
-        return run
-
-    def make():
-        return GradientNoiseMonitor(5, average=3, threshold=1e6, layers=[r"net\.0"])
-
-    whole, half, rest = resume(make, fit, (9, 5), "the gradient, step 5", logged)
-    assert half == {} and whole == rest and whole.keys() == {6}
+def resumed(monitor, state):
+    """A monitor with the state of another one, as if a run went on."""
+    monitor.load_state_dict(state)
+    monitor.setup = lambda *_, **__: None
+    return monitor
 
 
-def test_the_window_goes_on():
-    monitor = GradientNoiseMonitor(1, average=4)
-    fit(Model(0.1, 5), monitor)
-    shorter = GradientNoiseMonitor(1, average=2, layers=[r"net\.0"])
-    shorter.load_state_dict(state := monitor.state_dict())
-    assert shorter.state_dict()["window"] == state["window"][-2:]
-    shorter.setup = lambda *_, **__: None  # as if a run went on
-    run = fit(Model(0.1, 5), shorter, max_steps=1)
-    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.0"}
-    assert len(shorter.measurements()) == 7
-
-
-def test_sums_of_other_casts_are_not_averaged_with_after_a_resume():
-    monitor = GradientNoiseMonitor(1)
-    fit(Model(), monitor, max_steps=3)
-    for casts, length in ((NOISY, 4), (NEAREST, 1)):
-        other = GradientNoiseMonitor(1)
-        other.load_state_dict(monitor.state_dict())
-        other.setup = lambda *_, **__: None  # as if a run went on
-        fit(Model(), other, casts, max_steps=1)
-        assert len(other.state_dict()["window"]) == length
-    assert ratios(other)[-1] == math.inf
-
-
-def test_sums_of_another_kind_are_not_averaged_with():
+def test_the_window_goes_on_with_the_same_casts_and_kind():
     """What was measured stays."""
-    monitor, other = GradientNoiseMonitor(4), GradientNoiseMonitor(1, kind="layers")
-    fit(Model(), monitor, max_steps=5, log_every_n_steps=6)
-    state = monitor.state_dict()
-    assert (state["kind"], state["to_log"]) == ("draws", True)
-    other.load_state_dict(state)
-    assert other.measurements() == monitor.measurements()
+    monitor = GradientNoiseMonitor(4, average=4)
+    fit(Model(0.1, 5), monitor, max_steps=5, log_every_n_steps=6)
+    assert (monitor.state_dict()["kind"], monitor.state_dict()["to_log"]) == ("draws", True)
+    other = resumed(GradientNoiseMonitor(kind="layers"), monitor.state_dict())
+    assert other.measurements() == monitor.measurements() != []
     assert (other.state_dict()["window"], other.state_dict()["to_log"]) == ([], False)
+    fit(Model(0.1, 5), monitor := GradientNoiseMonitor(1, average=4))
+    state = monitor.state_dict()
+    for casts, length in ((NOISY, 2), (NEAREST, 1)):
+        shorter = resumed(GradientNoiseMonitor(1, average=2, layers=[r"net\.0"]), state)
+        assert shorter.state_dict()["window"] == state["window"][-2:]
+        run = fit(Model(0.1, 5), shorter, casts, max_steps=1)
+        assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.0"}
+        assert len(shorter.measurements()) == 7
+        assert len(shorter.state_dict()["window"]) == length
+        assert (ratios(shorter)[-1] == math.inf) == (casts is NEAREST)
 
 
 def test_a_switch_does_not_wait_for_what_is_not_measured():

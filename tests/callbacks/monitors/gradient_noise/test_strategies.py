@@ -25,7 +25,6 @@ def test_ranks_measure_the_same_and_change_nothing(run, results):
     assert len(first["layers"]) == 4
     assert [ratio < 1e3 for _, ratio in first["measurements"]] == ["nearest" not in run] * STEPS
     for rank, (measured, without) in enumerate(((first, alone), (second, other_alone))):
-        assert measured.get("same gradients", [True] * STEPS) == [True] * STEPS, f"rank {rank}"
         assert without["measurements"] == []
         for name in {"weights", "random"} & measured.keys():
             assert_equal([*measured[name]], [*without[name]], f"rank {rank}, {name}")
@@ -42,10 +41,3 @@ def test_whatever_the_strategy(run, results):
     found = results[0][*run, True]
     assert dict(found["measurements"]) == pytest.approx(dict(same["measurements"]), rel=1e-4)
     assert found["layers"] == pytest.approx(same["layers"], rel=1e-4)
-
-
-def test_and_go_on(run, results):
-    for result in results:
-        whole, resumed = result[*run, True], result.get((*run, "resumed"), result[*run, True])
-        assert resumed["measurements"] == whole["measurements"]
-        assert resumed["layers"] == whole["layers"]

@@ -1,34 +1,27 @@
 """Spikes of the gradient norm, their warnings, and what checkpoints and reports know of them."""
 
-import json
 import math
+import re
 import statistics
-from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_lowbit import GradientNormMonitor, LowBitPrecision, RunReport, StaticGradScaler
-from tests.callbacks.monitors.gradient_norm.runs import RULES, Constant, Planned, fit, logged, sgd, trainer
-from tests.callbacks.monitors.resumed import resume
+from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
+from tests.callbacks.monitors.gradient_norm.runs import RULES, Constant, Planned, fit, sgd, trainer
+from tests.callbacks.monitors.said import alerts_said
 from tests.lightning_imports import Callback
 from tests.tables import each
 
 SAID = "Gradient norm, step {}: it is {} before clipping, where its running mean is {}"
 
 
-def texts(said):
-    """What the monitor said; Lightning's advice on tiny loaders is among the recorded, too."""
-    return [str(one.message) for one in said if "Gradient norm" in str(one.message)]
-
-
 def spikes_of(factors, monitor=None, steps=20, said=None, **kwargs):
     """Steps, norms and means of the spikes of a run, which says no more than that."""
     monitor = monitor or GradientNormMonitor()
-    with nullcontext() if said is None else pytest.warns(UserWarning, match=said) as caught:
+    with alerts_said() as texts:
         trainer(monitor, max_steps=steps, **kwargs).fit(Constant(factors))
-    assert said is None or len(texts(caught)) == 1, "said more than once"
+    assert len(texts) == (said is not None) and all(re.match(said, text) for text in texts), texts
     return [tuple(round(value, 4) for value in spike) for spike in monitor.state_dict()["spikes"]]
 
 
@@ -85,16 +78,17 @@ def test_not_finite(value):
         return gradient * value if model.trainer.global_step >= 3 else gradient
 
     model.layer[1].weight.register_hook(breaks)
-    with pytest.warns(UserWarning, match=match) as said:
+    with alerts_said() as said:
         trainer(GradientNormMonitor([r"layer\.\d"])).fit(model)
-    assert len(texts(said)) == 1, "said more than once, or what is infinite is also above the limit"
+    (text,) = said  # once, and what is infinite is not also above the limit
+    assert re.match(match, text), text
 
 
 def test_what_is_not_finite_enters_no_mean_and_is_no_step():
     monitor = GradientNormMonitor()
-    with pytest.warns(UserWarning) as said:
+    with alerts_said() as said:
         found = fit(Constant({3: math.nan, 13: 6.0}, RULES["Stable-SPAM"]), monitor, max_steps=14)
-    nan, spike = texts(said)
+    nan, spike = said
     assert "step 4: it is nan, and so are the weights after a step with it" in nan
     assert "step 14: it is 6 before clipping" in spike
     assert math.isnan(found[4]["unclipped"])
@@ -132,29 +126,14 @@ def test_a_level_that_rose_is_above_the_limit():
 
 def test_no_clipping_is_advised_where_something_clips():
     def advice(make=sgd, **kwargs):
-        with pytest.warns(UserWarning) as said:
+        with alerts_said() as said:
             trainer(GradientNormMonitor(limit=5.0), max_steps=14, **kwargs).fit(Constant({13: 6.0}, make))
-        found = texts(said)
-        assert len(found) == 2, "a spike, and the limit"
-        return [text for text in found if "StableSPAM" in text]
+        assert len(said) == 2, "a spike, and the limit"
+        return [text for text in said if "StableSPAM" in text]
 
     assert len(advice()) == 2
     assert advice(gradient_clip_val=1.0) == advice(RULES["Stable-SPAM"]) == []
     assert len(advice(RULES["without rules"])) == 2
-
-
-def test_a_resumed_run_is_the_uninterrupted_one():
-    """Stopped after a spike, between two logged steps, and before another."""
-
-    def fit(monitor, how, **kwargs):
-        run = trainer(monitor, log_every_n_steps=3, **kwargs)
-        run.fit(Constant({12: 6.0, 16: 7.0, 17: 1.5}), **how)
-        return run
-
-    warning = SAID.format(13, 6, 1)
-    whole, half, rest = resume(lambda: GradientNormMonitor(["layer"], every_n_steps=1), fit, (18, 14), warning, logged)
-    assert sorted(whole) == [3, 6, 9, 12, 15, 18]
-    assert whole == half | rest
 
 
 def test_a_checkpoint_knows_of_the_step_that_has_just_been_done():
@@ -173,13 +152,12 @@ def test_a_checkpoint_knows_of_the_step_that_has_just_been_done():
 
 def test_reported():
     monitor = GradientNormMonitor(["layer"], limit=10)
-    with pytest.warns(UserWarning, match="Gradient norm"):
-        run = trainer(RunReport(), monitor, max_steps=16)
+    run = trainer(monitor, max_steps=16)
+    with alerts_said() as said:
         run.fit(Constant({12: 6.0, 14: 12.0}))
     (table,) = monitor.report_sections(run)[0].blocks
     assert [row[0] for row in table.rows] == [13, 15]
-    alerts = monitor.report_alerts(run)
-    assert [text.split(":")[0] for text in alerts] == ["Gradient norm, step 13", "Gradient norm, step 15"]
-    assert "above the limit of 10" in Path("report.html").read_text()
-    data = json.loads(Path("run.json").read_text())["summary"]["gradient_norm"]
-    assert ([spike["step"] for spike in data["spikes"]], data["alerts"]) == ([13, 15], alerts)
+    assert [text.split(":")[0] for text in said] == ["Gradient norm, step 13", "Gradient norm, step 15"]
+    assert "above the limit of 10" in said[1]
+    data = monitor.report_data(run)["gradient_norm"]
+    assert ([spike["step"] for spike in data["spikes"]], data["alerts"]) == ([13, 15], said)

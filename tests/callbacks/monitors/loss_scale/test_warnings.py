@@ -59,6 +59,8 @@ def test_at_its_floor_overflows_count():
     floor = {"init_scale": 4, "floor": 4, "growth_interval": 2, "cooldown": 0}
     warned("Loss scale, step 7: 3 overflows came within 6 optimizer steps", conservative(**floor), {1, 4, 6}, **FALLS)
     silent(conservative(**floor), {1, 4, 7}, **FALLS)
+    leaves = conservative(init_scale=1, growth_interval=2, growth_factor=2.0, cooldown=0)
+    silent(leaves, {2, 5, 8}, falls=3, within=3, max_steps=10)  # at it in the steps 1, 3, 4, 6, 7, 9 and 10
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
@@ -85,12 +87,6 @@ def test_the_floor(make, floor):
     silent(make(), {1}, **BOUNDS, max_steps=at - 1)
 
 
-def test_a_scale_that_leaves_its_floor_again():
-    """At it in the steps 1, 3, 4, 6, 7, 9 and 10."""
-    leaves = conservative(init_scale=1, growth_interval=2, growth_factor=2.0, cooldown=0)
-    silent(leaves, {2, 5, 8}, falls=3, within=3, max_steps=10)
-
-
 def test_the_cap():
     def make():
         return conservative(init_scale=32, cap=64, growth_interval=2)
@@ -104,17 +100,11 @@ def test_the_cap():
     silent(torchs(init_scale=2.0, growth_interval=1), (), **BOUNDS)  # torch's own has none
 
 
-@each(
-    "plugin, message",
-    [
-        (
-            lambda: [LowBitPrecision("bf16", compute_dtype="bf16")],
-            "LowBitPrecision with precision 'bf16-mixed' has none",
-        ),
-        (lambda: [mixed(GradScaler("cpu", enabled=False))], "MixedPrecision with precision '16-mixed' has none"),
-        (list, "Precision with precision '32-true' has none"),
-    ],
-)
+@each("plugin, message", [
+    (lambda: [LowBitPrecision("bf16", compute_dtype="bf16")], "LowBitPrecision with precision 'bf16-mixed' has none"),
+    (lambda: [mixed(GradScaler("cpu", enabled=False))], "MixedPrecision with precision '16-mixed' has none"),
+    (list, "Precision with precision '32-true' has none"),
+])  # fmt: skip
 def test_without_a_scaler(plugin, message):
     advice = "compute_dtype='fp16'.* or leave out the callback"
     with pytest.warns(UserWarning, match=f"Not measured: LossScaleMonitor needs a scale.*{message}.* {advice}"):

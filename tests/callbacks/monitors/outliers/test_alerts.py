@@ -1,29 +1,23 @@
 """Alerts, state, report and refusals of the outlier monitor."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_lowbit import OutlierMonitor, RunReport
-from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
-from tests.callbacks.monitors.resumed import resume
+from lightning_lowbit import OutlierMonitor
+from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, trainer
+from tests.callbacks.monitors.said import alerts_said
 from tests.lightning_imports import BoringModel
-
-
-def texts(said):
-    return [str(one.message) for one in said if str(one.message).startswith("OutlierMonitor")]
 
 
 def test_a_channel_takes_off():
     plan = {**dict.fromkeys(range(40), 6.0), 15: 60.1, 18: 200.0, 20: 1400.0}
-    with pytest.warns(UserWarning) as said:
+    with alerts_said() as said:
         fit(Model(plan), OutlierMonitor(["up_proj"], swiglu=False), max_steps=24)
-    text, worse = texts(said)
+    text, worse = said
     assert "mlp.up_proj, step 21: channel 5" in worse
     assert worse.endswith("It is much worse than at step 16.")
     assert "mlp.up_proj, step 16: channel 5 of what enters it reaches 60.1, where the largest of all was 6" in text
@@ -45,10 +39,10 @@ def test_not_finite(value):
             return 0 * self.lm_head.bias.sum() + 0 * torch.nan_to_num(super().training_step(batch, batch_idx)).detach()
 
     monitor = OutlierMonitor(["up_proj", "lm_head"])
-    with pytest.warns(UserWarning) as said:
+    with alerts_said() as said:
         found = fit(Still({3: value, 4: value}), monitor)
-    (text,) = texts(said)
-    assert ": 2 layers, the worst mlp.up_proj, step 4: what enters it is not finite" in text
+    (text,) = said
+    assert "2 layers, the worst mlp.up_proj, step 4: what enters it is not finite" in text
     assert not math.isfinite(found[4]["activation_max/mlp.up_proj"])
     assert math.isnan(found[4]["kurtosis/mlp.up_proj"])
     assert monitor.state_dict()["means"]["mlp.up_proj"]["count"] == 4, "what is not finite enters the mean"
@@ -59,9 +53,9 @@ def test_alignment_names_its_channels():
     with torch.no_grad():
         for channel in (2, 7):
             model.mlp.up_proj.weight[channel] = -3 * model.mlp.gate_proj.weight[channel]
-    with pytest.warns(UserWarning) as said:
+    with alerts_said() as said:
         found = fit(model, OutlierMonitor(alignment_limit=0.95))
-    (text,) = texts(said)
+    (text,) = said
     assert "mlp, step 1: channels " in text
     named = text.split("channels ")[1].split(" have")[0]
     assert sorted(int(one.split()[0]) for one in named.split(", ")) == [2, 7]
@@ -79,39 +73,22 @@ def test_alignment_names_its_channels():
         fit(model, OutlierMonitor(alignment_limit=0.97), max_steps=1)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one():
-    def fit(monitor, how, **kwargs):
-        run = trainer(monitor, **kwargs)
-        run.fit(Model({**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0}), **how)
-        return run
-
-    def make():
-        return OutlierMonitor(["up_proj"], swiglu=False, takeoff=9.0)
-
-    whole, half, rest = resume(make, fit, (18, 14), "up_proj, step 13: channel 5", logged)
-    assert whole == half | rest
-    state = torch.load("half.ckpt", weights_only=True)["callbacks"]["OutlierMonitor"]
-    assert state["means"]["mlp.up_proj"]["count"] == 14
-
-
 def test_reported():
-    plan = {**dict.fromkeys(range(40), 6.0), 13: 100.0}
     monitor = OutlierMonitor()
+    run = trainer(monitor, max_steps=14)
     with pytest.warns(UserWarning, match="takeoff=10"):
-        run = trainer(RunReport(), monitor, max_steps=14)
-        run.fit(Model(plan))
+        run.fit(Model({**dict.fromkeys(range(40), 6.0), 13: 100.0}))
     layers, mlps = monitor.report_sections(run)[0].blocks
     assert [row[0] for row in layers.rows] == LAYERS
     assert layers.rows[1][1] == "100"
     assert layers.rows[1][-1] == "takeoff"
     assert [row[0] for row in mlps.rows] == ["mlp"]
     assert "At step 14" in str(layers.caption)
-    found = json.loads(Path("run.json").read_text())["summary"]["outliers"]
+    found = monitor.report_data(run)["outliers"]
     assert found["step"] == 14
     assert found["alerts"] == monitor.report_alerts(run)
     assert found["layers"]["mlp.up_proj"]["activation_max"] == 100
     assert found["mlps"]["mlp"].keys() == {"alignment", "gate_norm"}
-    assert "Outliers" in Path("report.html").read_text()
 
 
 def test_what_is_not_there():

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
+from lightning_lowbit import IntegerPrecision, LowBitPrecision
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
-from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
+from lightning_lowbit.metrics import flip_rate, is_ternary, ternary_shares, threshold_distance
+from lightning_lowbit.quant import quantize
+from tests.callbacks.monitors.quantization.runs import LAYERS, TERNARY, WEIGHTS, AtStep, Two, rows
+from tests.callbacks.monitors.quantization.runs import ternary_trainer as trainer
 from tests.lightning_imports import Callback
 
 
@@ -18,41 +21,20 @@ class Manual(Two):
     def training_step(self, batch, batch_idx):
         for optimizer in (*self.optimizers(), self.optimizers()[0]):
             optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
 
     def configure_optimizers(self):
         return [torch.optim.Adam(self.layer[i].parameters(), lr=self.lr) for i in (0, 2)]
 
 
-def codes(weight, kind):
-    """Levels, and the weight in units of its scale before it is rounded. A group of 128 is a row here."""
-    w = weight.detach().to(torch.bfloat16).float()
-    if kind == "ternary":
-        w = w * torch.ones(()).div(w.abs().mean())
-        return w.round().clamp(-1, 1), w
-    if kind == "int4":
-        amax = w.abs().amax(1, keepdim=True)
-        w = w * torch.full_like(amax, 7).div(amax)
-        return w.round(), w
-    low, high = w.amin(1, keepdim=True), w.amax(1, keepdim=True)  # on either side of 0
-    steps = torch.full_like(low, 15).div(high - low)
-    zero = (-low * steps).round()
-    return torch.minimum(torch.maximum((w * steps).round(), -zero), 15 - zero), w * steps
-
-
-def columns(before, after, kind):
-    """What is logged of one weight; distances with zero points are left to the tests of the metric."""
-    (old, _), (new, w) = codes(before, kind), codes(after, kind)
-    found = {"flips": (old != new).float().mean().item()}
-    if kind == "ternary":
-        shares = {"minus": new == -1, "zeros": new == 0, "plus": new == 1}
-        found |= {name: where.float().mean().item() for name, where in shares.items()}
-        found["distance"] = (w.abs() - 0.5).abs().mean().item()
-    elif kind == "int4":
-        thresholds = torch.arange(-6.5, 7)
-        found["distance"] = (w[..., None] - thresholds).abs().amin(-1).mean().item()
-    return found
+def columns(before, after, cast):
+    """What is logged of one weight."""
+    before, after = (weight.to(torch.bfloat16) for weight in (before, after))
+    old, new = quantize(before, cast), quantize(after, cast)
+    shares = zip(("minus", "zeros", "plus"), ternary_shares(new).tolist(), strict=True) if is_ternary(cast) else ()
+    distance = threshold_distance(after, cast)
+    return {**dict(shares), "flips": flip_rate(old, new).item(), "distance": distance.item()}
 
 
 class Witness(Callback):
@@ -74,15 +56,16 @@ class Witness(Callback):
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize(
-    ("kind", "plugin"),
+    "plugin",
     [
-        ("ternary", lambda: TernaryPrecision(quantize_output=True, compute_dtype="bf16")),
-        ("int4", lambda: LowBitPrecision("int4", compute_dtype="bf16")),
-        ("zero points", lambda: IntegerPrecision(4, 8, group="row", symmetric=False, compute_dtype="bf16")),
+        TERNARY,
+        lambda: LowBitPrecision("int4", compute_dtype="bf16"),
+        lambda: IntegerPrecision(4, 8, group="row", symmetric=False, compute_dtype="bf16"),
     ],
+    ids=["ternary", "int4", "zero points"],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_columns_are_those_of_the_step(kind, plugin, accumulate):
+def test_columns_are_those_of_the_step(plugin, accumulate):
     witness = Witness()
     run = trainer(witness, QuantizationMonitor(), plugin=plugin(), accumulate_grad_batches=accumulate, max_steps=5)
     run.fit(Two())
@@ -93,12 +76,10 @@ def test_columns_are_those_of_the_step(kind, plugin, accumulate):
         before, after = witness.weights[(step + 1) * accumulate - 1]
         expected = {}
         for layer in LAYERS:
-            found = columns(before[layer], after[layer], kind)
+            found = columns(before[layer], after[layer], run.precision_plugin.casts.fprop_w)
             expected |= {f"{name}/fprop_w/{layer}": value for name, value in found.items()}
             flips.append(found["flips"])
-        names = ALL if kind == "ternary" else ALL - SHARES
-        assert set(row) == {f"{name}/fprop_w/{layer}" for name in names for layer in LAYERS}
-        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
     assert max(flips) > 0, "the run does not test what it should"
 
 
@@ -113,7 +94,7 @@ def test_several_optimizers():
         before, after = witness.weights[step]
         for layer in LAYERS:
             flips = row[f"flips/fprop_w/{layer}"]
-            assert flips == pytest.approx(columns(before[layer], after[layer], "ternary")["flips"])
+            assert flips == pytest.approx(columns(before[layer], after[layer], TERNARY().casts.fprop_w)["flips"])
             assert flips > 0, "the run does not test what it should"
 
 
@@ -126,8 +107,10 @@ def test_a_batch_without_a_step():
     run = trainer(QuantizationMonitor(), max_steps=-1, max_epochs=1, limit_train_batches=4)
     run.fit(Skips())
     with_step, without = rows(run).values()
-    assert {name.partition("/")[0] for name in with_step} == ALL
-    assert {name.partition("/")[0] for name in without} == ALL - {"flips"}, "those of the last step are logged again"
+    assert {name.partition("/")[0] for name in with_step} == WEIGHTS
+    assert {name.partition("/")[0] for name in without} == WEIGHTS - {"flips"}, (
+        "those of the last step are logged again"
+    )
 
 
 def test_nothing_is_computed_in_other_steps():
@@ -173,13 +156,7 @@ def test_nothing_is_logged_while_weights_are_not_quantized(off):
 def test_flat_weights_are_left_out(monkeypatch):
     """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
     monkeypatch.setattr(quantization, "has_flat_weights", lambda run: True)
-    run = trainer(monitor := QuantizationMonitor())
-    run.fit(Two())
-    assert rows(run) == {}
-    data = monitor.report_data(run)
-    assert data["quantized_weights"]["layers"] == {}
-    assert set(data["quantized_operands"]["layers"]) == set(LAYERS)
     run = trainer(monitor := QuantizationMonitor(weights=True))
     with pytest.warns(UserWarning, match=r"Not measured: QuantizationMonitor\(weights=True\) needs weights that are"):
         run.fit(Two())
-    assert set(monitor.report_data(run)["quantized_operands"]["layers"]) == set(LAYERS)
+    assert rows(run) == {} and set(monitor.report_data(run)["quantized_operands"]["layers"]) == set(LAYERS)

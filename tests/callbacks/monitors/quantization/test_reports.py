@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from lightning_lowbit import PrecisionSwitch, RunReport
+from lightning_lowbit import RunReport
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
-from tests.callbacks.monitors.operand_statistics.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
+from tests.callbacks.monitors.quantization.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
 from tests.lightning_imports import Callback
 
 # The input of the first layer needs no gradient.
@@ -162,11 +162,3 @@ def test_reported():
         assert float(saturation.strip("%")) / 100 == pytest.approx(max(n["saturation"] for n in of_one), abs=1e-4)
         assert float(least) == pytest.approx(min(n["scale_min"] for n in of_one), rel=1e-2)
         assert float(largest) == pytest.approx(max(n["scale_max"] for n in of_one), rel=1e-2)
-
-
-def test_the_report_shows_operands_of_the_last_step_that_had_some():
-    monitor = QuantizationMonitor()
-    run = trainer(PrecisionSwitch("bf16", step=2), monitor)
-    run.fit(Two())
-    assert monitor.report_data(run)["quantized_operands"]["step"] == 2
-    assert [section.title for section in monitor.report_sections(run)] == ["Quantized operands", "Quantized weights"]

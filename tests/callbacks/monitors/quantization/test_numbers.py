@@ -5,26 +5,26 @@ import math
 import pytest
 import torch
 from torch._dynamo import OptimizedModule
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
-from tests.callbacks.monitors.operand_statistics.runs import (
+from tests.callbacks.monitors.quantization.runs import (
     BACKWARD,
     FORWARD,
     LAYERS,
     MEANS,
+    AtStep,
     Two,
     fit,
     logged,
     of_layers,
     trainer,
 )
-from tests.callbacks.monitors.quantization.runs import AtStep
 from tests.curves import assert_curves
 from tests.lightning_imports import Callback
 from tests.nn.operand_sums import assert_numbers, captured, numbers_of, places
+from tests.tables import each
 
 
 class Manual(Two):
@@ -59,7 +59,7 @@ def test_numbers_are_those_of_the_metrics(plugin, accumulate):
 
         def on_train_batch_end(self, trainer, *_):
             if made and not trainer.fit_loop._should_accumulate():
-                steps.append({place: list(each) for place, each in made.items()})
+                steps.append({place: list(parts) for place, parts in made.items()})
                 made.clear()
 
     with captured() as made:
@@ -74,9 +74,9 @@ def test_numbers_are_those_of_the_metrics(plugin, accumulate):
         expected = places(LAYERS, made_in_step)
         numbers = of_layers(row)
         assert numbers.keys() == expected.keys()
-        for (layer, operand), each in expected.items():
-            assert len(each) == accumulate
-            assert_numbers(numbers[layer, operand], numbers_of(each), f"{layer}, {operand}")
+        for (layer, operand), parts in expected.items():
+            assert len(parts) == accumulate
+            assert_numbers(numbers[layer, operand], numbers_of(parts), f"{layer}, {operand}")
         for name in MEANS:
             for operand in {operand for _, operand in expected}:
                 of_one = [numbers[place][name] for place in expected if place[1] == operand]
@@ -112,7 +112,7 @@ def test_phases():
                 assert all(math.isfinite(value) for value in found[step].values()), f"step {step}"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4])
+@each("share", [0.0, 0.4])
 def test_on_the_way_numbers_are_of_where_it_leads(share):
     """Of the first step, whose weights and inputs are those of a run with λ = 1."""
     plugins = [LowBitPrecision("nvfp4") for _ in range(2)]
@@ -130,16 +130,8 @@ def test_computing_activations_again_changes_no_number():
 def test_manual_optimization():
     """Both passes of a batch together: with a learning rate of 0 those of the whole batch, of rows as of tokens."""
 
-    class Still:
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    class StillManual(Still, Manual): ...
-
-    class StillTwo(Still, Two): ...
-
-    manual = fit(StillManual(), plugin="mxfp8", max_steps=8)
-    whole = fit(StillTwo(), plugin="mxfp8", max_steps=4)
+    manual = fit(Manual(lr=0.0), plugin="mxfp8", max_steps=8)
+    whole = fit(Two(lr=0.0), plugin="mxfp8", max_steps=4)
     assert list(manual) == list(whole) == [1, 3]
     for step, row in whole.items():
         expected, found = of_layers(row), of_layers(manual[step])
@@ -149,60 +141,43 @@ def test_manual_optimization():
                 assert_numbers(found[layer, operand], expected[layer, operand], f"step {step}, {layer}, {operand}")
 
 
-@pytest.mark.parametrize("how", ["between steps", "between micro-batches"])
-def test_evaluation_does_not_count(how):
-    """Its inputs are a hundred times as large."""
-    accumulate = 1 if how == "between steps" else 3
-    evaluated, alone = (
-        fit(accumulate_grad_batches=accumulate, limit_val_batches=2, val_check_interval=1, num_sanity_val_steps=2)
-        if validate
-        else fit(accumulate_grad_batches=accumulate)
-        for validate in (True, False)
-    )
+@each("accumulate", [1, 3])
+def test_evaluation_does_not_count(accumulate):
+    """Neither between steps nor between micro-batches; its inputs are a hundred times as large."""
+    validates = {"limit_val_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 2}
+    evaluated, alone = (fit(accumulate_grad_batches=accumulate, **options) for options in (validates, {}))
     assert_curves(evaluated, alone, rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_compiled_model_logs_the_same():
-    torch._dynamo.reset()
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
+def test_a_compiled_model_logs_the_same(compiler):
+    """Compiled as a whole, and in pieces."""
     compilations = []
 
     class Count(Callback):
         def on_train_batch_end(self, *_):
-            compilations.append(counter.frame_count)
+            compilations.append(compiler.frame_count)
 
     class Compiled(Two):
         def configure_model(self):
             if not isinstance(self.layer, OptimizedModule):
-                self.layer = torch.compile(self.layer, backend=counter)
+                self.layer = torch.compile(self.layer, backend=compiler)
 
-    counter = CompileCounterWithBackend("aot_eager")
-    arguments = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 3}
-    found = fit(Compiled(), Count(), **arguments)
-    expected = fit(**arguments)
-    assert list(found) == [1, 3, 5, 7]
-    for step, row in expected.items():
-        assert found[step] == pytest.approx(row, rel=1e-5), f"step {step}"
-    assert compilations[3:] == [compilations[3]] * 5, f"after the second logged step: {compilations}"
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
-def test_a_model_compiled_in_pieces_logs_the_same():
     class Pieces(Two):
         def configure_model(self):
             for layer in self.layer:
                 layer.compile(backend="aot_eager")
 
-    found, expected = fit(Pieces(), max_steps=4), fit(max_steps=4)
-    assert found.keys() == expected.keys()
-    for step, row in expected.items():
-        assert found[step] == pytest.approx(row, rel=1e-5), f"step {step}"
-    torch._dynamo.reset()
+    arguments = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 3}
+    expected = fit(**arguments)
+    assert list(expected) == [1, 3, 5, 7]
+    for model in (Compiled, Pieces):
+        assert_curves(fit(model(), Count(), **arguments), expected, rtol=1e-5, atol=1e-12)
+    assert compilations[3:8] == [compilations[3]] * 5, f"after the second logged step: {compilations}"
 
 
-@pytest.mark.parametrize("casts", ["nvfp4", "quartet2"])
+@each("casts", ["nvfp4", "quartet2"])
 def test_statistics_of_blocks_are_logged_and_reported(casts):
     """Of each layer and operand: scales between the least and the largest, and histograms that add up to 1."""
     monitor = QuantizationMonitor(weights=False, blocks=True)

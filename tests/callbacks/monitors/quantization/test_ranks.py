@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.callbacks.monitors.operand_statistics.ranks import EVERY, RANKS, RUNS, STEPS, train
-from tests.callbacks.monitors.operand_statistics.runs import FORWARD
+from tests.callbacks.monitors.quantization.ranks import EVERY, RANKS, RUNS, STEPS, train
+from tests.callbacks.monitors.quantization.runs import FORWARD
 from tests.launch import launch
 from tests.nn.operand_sums import assert_numbers
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return launch("tests.callbacks.monitors.operand_statistics.ranks", RANKS, tmp_path_factory.mktemp("quantized"))
+    return launch("tests.callbacks.monitors.quantization.ranks", RANKS, tmp_path_factory.mktemp("quantized"))
 
 
 @pytest.mark.parametrize("how", RUNS, ids=str)
@@ -44,7 +44,6 @@ def test_gathered_weights_tell_what_whole_ones_do(results):
                 assert sharded[step][layer] == pytest.approx(row, rel=1e-6), f"step {step}, {layer}"
         assert any(row["flips"] > 0 for layers in ddp.values() for row in layers.values()), "nothing flips"
         assert not any(result["fsdp1", "int4"]["weights"].values())
-
     (said,) = results[0]["said"]
     assert said.startswith("Not measured: QuantizationMonitor(weights=True) needs weights that are matrices")
     assert results[1]["said"] == []
