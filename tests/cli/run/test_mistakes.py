@@ -28,6 +28,7 @@ PLUGIN = "--trainer.plugins.init_args"
         ([f"{SCHEDULER}.final_fraction=7"], f"The option is {SCHEDULER}.final_fraction."),
         (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),
         (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
+        (["--trainer.callbacks+=[{class_path: RunReprt}, {class_path: string.Formatter}]"], "RunReprt. (LOWBIT"),
         (["--model.init_args.network=lama-60m"], "such as gpt2. The option is --model.init_args.network. (LOWBIT"),
         (["--config="], "--config needs the name of a recipe or a file"),
         (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
