@@ -1,5 +1,6 @@
 """Mistakes on the command line end with one line that says what to do."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, caps
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("lowbit: error: ") and line in last
     assert {*Path().rglob("*")} == before, "a mistake must not leave files"
+
+
+def test_a_full_disk_leaves_no_half_of_a_configuration(capsys):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # larger files cannot be written
+    try:
+        assert lowbit("--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "'runs/tiny/version_0/config.yaml'" in capsys.readouterr().err
+    assert not Path("runs").exists()
 
 
 def test_last_needs_a_folder_to_search(capsys):
