@@ -412,6 +412,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
                 if self._state.is_automatic:
                     self._state.update_scale()
         self._state.count_step()
+        self.coverage_line.warn(self._state.runs.trainer, self._layers)
         if self._state.is_automatic:  # also if there was no backward pass
             self._layers.record(False)
         return result

@@ -1,4 +1,5 @@
-"""Says in the first training step if less than half of a model's weights are in quantized layers, and why.
+"""Says in the first training step if less than half of a model's weights are in quantized layers, and why; and after it
+which layers were not called.
 
 :class:`lightning_lowbit.nn.GemmCounter` alone counts FLOPs, in a step of eager code that a callback asks for. A run
 without one must not change, so this line counts weights, which need no step: also of compiled, sharded and recomputed
@@ -12,11 +13,13 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_lowbit._lightning import rank_zero_info
+from lightning_lowbit._lightning import rank_zero_info, rank_zero_warn
+from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import WITHOUT_PRODUCTS, Reasons, is_matrix
 from lightning_lowbit.nn.layers.composite import PartLayer
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, without_pass
+from lightning_lowbit.precision.layers import RunLayers
 
 _ENOUGH = 0.5  # nothing is said from this share of quantized weights on
 _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least share of each
@@ -27,19 +30,35 @@ class CoverageLine:
 
     def __init__(self) -> None:
         self.text = self._due = ""
+        self._is_first = False
 
     def count(self, model: nn.Module) -> None:
         """Counts the weights of a converted model, before a strategy flattens them."""
-        self.text, self._due = "", weights_line(model)
+        self.text, self._due, self._is_first = "", weights_line(model), True
 
     def say(self, trainer: Any, phase: str) -> None:
         """Logs the line, in the first process and the first step with all casts."""
         if phase != "fqt":
             return
         text, self._due = self._due, ""
-        if text and not any(getattr(callback, "shows_coverage", False) for callback in trainer.callbacks):
+        if text and not _is_shown(trainer):
             self.text = text
             rank_zero_info(f"{text} PrecisionSummary() among the callbacks counts FLOPs, and lists all.")
+
+    def warn(self, trainer: Any, layers: RunLayers) -> None:
+        """Warns after the first step with all casts of layers that were not called, and have gradients."""
+        if not self._is_first or layers.phase != "fqt":
+            return
+        self._is_first = False
+        if not _is_shown(trainer) and (idle := without_pass(layers.present)):
+            rank_zero_warn(
+                f"Converted, and trained without a call in the first step: {some(idle)}. Where a module reads their "
+                "weights itself, it computes in high precision. Let it call the layers, or leave them out by skip."
+            )
+
+
+def _is_shown(trainer: Any) -> bool:
+    return any(getattr(callback, "shows_coverage", False) for callback in trainer.callbacks)
 
 
 def weights_line(model: nn.Module) -> str:
