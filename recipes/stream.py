@@ -75,8 +75,7 @@ class Documents:
         return self._dataset.state_dict()
 
     def read(self, position: Position) -> Iterator[bytes]:
-        """Yields the documents from a position to the end of the data, without blank ones. Warns of the first row
-        without text."""
+        """Yields the documents from a position to the end, without blank ones. Warns of the first row without text."""
         self._dataset.load_state_dict(position)
         # Not `iter(dataset)`, which gives each worker of a `DataLoader` only a part of the rows. One row at a time,
         # because positions are exact only between batches of `iter`.
@@ -85,10 +84,8 @@ class Documents:
             text = text_of(row, self._column, self._source)
             if row[self._column] is None and not self._has_warned:
                 self._has_warned = True
-                rank_zero_warn(
-                    f"A row of {self._source} has no text in the column {self._column!r}, and is left out, as is each "
-                    "further one."
-                )
+                where = f"{self._source} has no text in the column {self._column!r}"
+                rank_zero_warn(f"A row of {where}, and is left out, as is each further one.")
             if text.strip():
                 yield text
 

@@ -161,14 +161,13 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
 
 @contextmanager
 def _said_if_it_does_not_fit(path: str | None) -> Generator[None, None, None]:
-    """Raises a ``ValueError`` for a checkpoint that model or optimizer cannot load. Subclasses of ``RuntimeError``,
-    such as ``torch.OutOfMemoryError``, are of the machine, and pass as they are."""
+    """Raises a ``ValueError`` for a checkpoint that model or optimizer cannot load; errors of memory pass."""
     try:
         yield
     except (KeyError, RuntimeError) as error:
         loads = not _LOADING.isdisjoint(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
-        is_of_machine = type(error) not in (KeyError, RuntimeError) or "DefaultCPUAllocator" in str(error)
-        if path is None or not loads or is_of_machine:
+        is_other = type(error) not in (KeyError, RuntimeError) or "DefaultCPUAllocator" in str(error)
+        if path is None or not loads or is_other:
             raise
         config = Path(path).parent.parent / "config.yaml"
         where = f", which are in {config}" if config.exists() else ""

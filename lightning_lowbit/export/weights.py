@@ -66,11 +66,7 @@ def check(original: TrainedModel, obstacles: Mapping[str, str | None], format: s
     modules = Counter(id(module) for _, module in original.model.named_modules(remove_duplicate=False))
     tied = "its weight is also that of another module (tie_word_embeddings): skip it in training"
     again = "its module is in the model under several names, and engines have one for each: skip it in training"
-    shared = {
-        name: again if modules[id(layer)] > 1 else tied
-        for name, layer in original.layers.items()
-        if id(layer.weight) in uses
-    }
+    shared = {n: again if modules[id(m)] > 1 else tied for n, m in original.layers.items() if id(m.weight) in uses}
     if refused := group_by_reason({name: obstacles[name] or shared.get(name) for name in obstacles}):
         raise ValueError(
             f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(original.layers)} layers. "

@@ -38,12 +38,7 @@ from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
-from lightning_lowbit.precision.checkpoints.overridden import (
-    asked_options,
-    lacks_explained,
-    overridden,
-    warn_overridden,
-)
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, explained, overridden, warn_overridden
 from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
@@ -406,7 +401,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Steps, counts the step, and moves staged amaxes into the histories."""
-        with self._state.hearing(False), lacks_explained(optimizer):
+        with self._state.hearing(False), explained(optimizer):
             if self._state.scaling is None:
                 result = super().optimizer_step(optimizer, model, closure, **kwargs)
             else:

@@ -1,5 +1,4 @@
-"""Says in the first training step if less than half of a model's weights are in quantized layers, and why; and after it
-which layers were not called.
+"""Says in the first training step if less than half of a model's weights are in quantized layers, and why.
 
 :class:`lightning_lowbit.nn.GemmCounter` alone counts FLOPs, in a step of eager code that a callback asks for. A run
 without one must not change, so this line counts weights, which need no step: also of compiled, sharded and recomputed
@@ -28,9 +27,10 @@ _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least shar
 class CoverageLine:
     """Logs once how little is quantized, unless a callback shows the coverage; ``text`` is what was logged."""
 
+    _is_first = False  # that no step with all casts has been taken
+
     def __init__(self) -> None:
         self.text = self._due = ""
-        self._is_first = False
 
     def count(self, model: nn.Module) -> None:
         """Counts the weights of a converted model, before a strategy flattens them."""

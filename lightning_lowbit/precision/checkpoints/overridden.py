@@ -59,7 +59,7 @@ def warn_overridden(lines: Sequence[str]) -> None:
 
 
 @contextmanager
-def lacks_explained(optimizer: Any) -> Generator[None, None, None]:
+def explained(optimizer: Any) -> Generator[None, None, None]:
     """Context of a step. A ``KeyError`` of options, which a checkpoint of another optimizer replaced, is explained."""
     try:
         yield
@@ -69,8 +69,7 @@ def lacks_explained(optimizer: Any) -> Generator[None, None, None]:
             raise
         raise ValueError(
             f"The checkpoint is of another optimizer than {type(optimizer).__name__}: it holds no {', '.join(lacks)}. "
-            "Give the optimizer of its run; or load its weights alone, with load_state_dict, and call fit without "
-            "ckpt_path."
+            "Give the optimizer of its run, or load its weights alone, with load_state_dict."
         ) from error
 
 
