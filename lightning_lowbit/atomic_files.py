@@ -33,6 +33,9 @@ def replace_file(path: Path, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a full disk tells no path
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_lowbit._lightning import rank_zero_warn
+
 from .loader import PackedSequences, refuse_another_order
 from .tokenizers import BATCH, Tokenizer
 
@@ -65,6 +67,7 @@ class Documents:
 
     def __init__(self, dataset: Any, column: str, source: str) -> None:
         self._dataset, self._column, self._source = dataset, column, source
+        self._has_warned = False
         self.start = self.position()
 
     def position(self) -> Position:
@@ -72,12 +75,17 @@ class Documents:
         return self._dataset.state_dict()
 
     def read(self, position: Position) -> Iterator[bytes]:
-        """Yields the documents from a position to the end of the data, without blank ones."""
+        """Yields the documents from a position to the end, without blank ones. Warns of the first row without text."""
         self._dataset.load_state_dict(position)
         # Not `iter(dataset)`, which gives each worker of a `DataLoader` only a part of the rows. One row at a time,
         # because positions are exact only between batches of `iter`.
         for rows in self._dataset.iter(batch_size=1):
-            text = text_of({name: values[0] for name, values in rows.items()}, self._column, self._source)
+            row = {name: values[0] for name, values in rows.items()}
+            text = text_of(row, self._column, self._source)
+            if row[self._column] is None and not self._has_warned:
+                self._has_warned = True
+                where = f"{self._source} has no text in the column {self._column!r}"
+                rank_zero_warn(f"A row of {where}, and is left out, as is each further one.")
             if text.strip():
                 yield text
 

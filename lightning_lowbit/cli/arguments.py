@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_lowbit.checks import choose, is_number, nearest
+from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.cli.sources import (
     PACKAGES,
     Expression,
@@ -103,7 +104,8 @@ def check_classes(
             values[f"{argument.place}#{number}" if is_item else argument.place] = argument, known[name]
     changed = {_Argument(None, None, option, "").place for option in options}
     # Other packages may add presets and short names.
-    is_open = any(path.partition(".")[0] not in PACKAGES for path in classes.values())
+    paths = [path for path in classes.values() if re.fullmatch(r"[\w.]+\.[A-Z]\w*", path)]  # and no text.txt
+    is_open = any(path.partition(".")[0] not in PACKAGES for path in paths)
     for argument, parameter in values.values():
         path, owner, option, where, value = argument
         is_of_item = path is not None and owner is None
@@ -113,7 +115,13 @@ def check_classes(
             check_value(option, value, parameter, where)
         if not is_open and isinstance(_read(value), str):
             _check_name(option, value, parameter)
-            _check_class(option, value, parameter)
+        annotation = "" if parameter.annotation is None else ast.unparse(parameter.annotation)
+        takes_class = re.search(_CLASSES, annotation) and not re.search(r"\b(str|Any|Literal)\b", annotation)
+        for item in as_list(_read(value)) if takes_class and not is_open else ():
+            _check_class(option, item, where)
+    for argument in () if is_open else arguments:
+        if argument.option.endswith(".class_path"):
+            _check_class(argument.option.removesuffix(".class_path"), argument.value, argument.where)
 
 
 def _arguments_in(
@@ -181,14 +189,13 @@ def _check_name(option: str, value: str, parameter: Parameter) -> None:
             raise ValueError(f"{error} The option is --{option}.") from None
 
 
-def _check_class(option: str, value: str, parameter: Parameter) -> None:
-    """Raises a ``ValueError`` for the short name of a class, where none has it and no other text is possible."""
-    annotation = "" if parameter.annotation is None else ast.unparse(parameter.annotation)
-    takes_class = re.search(_CLASSES, annotation) and not re.search(r"\b(str|Any|Literal)\b", annotation)
-    if takes_class and re.fullmatch(r"[A-Z]\w*", value) and value not in (names := class_names(*SHORT)):
+def _check_class(option: str, value: Any, where: str) -> None:
+    """Raises a ``ValueError`` for the short name of a class, where none has it."""
+    is_short = isinstance(value, str) and re.fullmatch(r"[A-Z]\w*", value)
+    if is_short and value not in (names := class_names(*SHORT)):
         raise ValueError(
-            f"--{option} takes a class, and there is no {value}.{nearest(value, sorted(names))} Give its path, such as "
-            "package.module.Class."
+            f"--{option}{where} takes a class, and there is no {value}.{nearest(value, sorted(names))} Give its path, "
+            "such as package.module.Class."
         )
 
 

@@ -134,7 +134,8 @@ def _first_cause(lines: list[str]) -> str:
     indent = len(bullet) - len(bullet.lstrip())
     ends = [i for i, line in enumerate(others) if len(line) - len(line.lstrip()) <= indent]
     block = [bullet.replace("- ", "", 1), *others[: ends[0] if ends else None]]
-    values = [line for line in others if "Given value:" in line and "Expected" in block[0]]
+    lacks_value = "Expected" in block[0] and "import path" not in block[0]  # that names what is no path
+    values = [line for line in others if "Given value:" in line and lacks_value]
     return " ".join([*where, _first_cause(block), *values[:1]])
 
 

@@ -145,8 +145,8 @@ def check_options(
             raise ValueError(f"--{option} takes a value, and none follows it.")
     for name, config in configs.items():
         trainer = config.get("trainer")
-        for key in trainer if isinstance(trainer, dict) else ():
-            _check_option(f"trainer.{key}", command, f" in {name}")
+        for option in (*config, *(f"trainer.{key}" for key in (trainer if isinstance(trainer, dict) else ()))):
+            _check_option(str(option), command, f" in {name}")
     _check_precision(options, [*configs.values()])
     check_classes(configs, options, _parameters(command))
     return options
@@ -220,7 +220,7 @@ def _check_precision(options: Mapping[str, str | None], configs: Sequence[Mappin
 
 
 def _refuse(option: str, part: str, known: Sequence[str], command: str, where: str = "") -> None:
-    close = near(part, known)
+    close = near(part, [*known, "model.optimizer", "model.scheduler"])  # LightningCLI has its own beside the model
     hint = (
         f"Did you mean {('' if where else '--') + close[0] + option.removeprefix(part)!r}?"
         if close

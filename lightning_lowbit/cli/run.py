@@ -65,13 +65,16 @@ class SaveConfig(SaveConfigCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None: ...
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().setup(trainer, pl_module, "fit")
-        overridden = getattr(trainer.precision_plugin, "overridden", ())
         folder = trainer.log_dir  # all processes ask for it together
-        if overridden and folder is not None and trainer.is_global_zero:
-            path = Path(folder) / self.config_filename
+        if folder is None or "://" in folder:
+            super().setup(trainer, pl_module, "fit")
+        elif trainer.is_global_zero:
+            options = getattr(trainer.precision_plugin, "overridden", ())
             head = "The checkpoint that this run resumed from holds other options, and they were in force:"
-            replace_file(path, "".join(f"# {line}\n" for line in (head, *overridden)) + path.read_text())
+            comment = "".join(f"# {line}\n" for line in (head, *options)) if options else ""
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder) / self.config_filename
+            replace_file(path, comment + self.parser.dump(self.config, skip_none=False))
 
 
 class LowBitCLI(LightningCLI):
@@ -158,11 +161,13 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
 
 @contextmanager
 def _said_if_it_does_not_fit(path: str | None) -> Generator[None, None, None]:
-    """Raises a ``ValueError`` for a checkpoint that model or optimizer cannot load."""
+    """Raises a ``ValueError`` for a checkpoint that model or optimizer cannot load; errors of memory pass."""
     try:
         yield
     except (KeyError, RuntimeError) as error:
-        if path is None or _LOADING.isdisjoint(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)):
+        loads = not _LOADING.isdisjoint(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
+        is_other = type(error) not in (KeyError, RuntimeError) or "DefaultCPUAllocator" in str(error)
+        if path is None or not loads or is_other:
             raise
         config = Path(path).parent.parent / "config.yaml"
         where = f", which are in {config}" if config.exists() else ""

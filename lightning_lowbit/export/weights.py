@@ -5,6 +5,7 @@ group must have been trained with one (``shared_amax``), or are quantized again 
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,9 +63,11 @@ def check(original: TrainedModel, obstacles: Mapping[str, str | None], format: s
     """Raises a ``ValueError`` that names the layers that a format cannot hold, with the reasons."""
     parameters = dict(original.model.named_parameters(remove_duplicate=False))
     uses = {id(parameters[name]) for names in overlaps(parameters) for name in names}
+    modules = Counter(id(module) for _, module in original.model.named_modules(remove_duplicate=False))
     tied = "its weight is also that of another module (tie_word_embeddings): skip it in training"
-    shared = {name for name in obstacles if id(original.layers[name].weight) in uses}
-    if refused := group_by_reason({name: obstacles[name] or (tied if name in shared else None) for name in obstacles}):
+    again = "its module is in the model under several names, and engines have one for each: skip it in training"
+    shared = {n: again if modules[id(m)] > 1 else tied for n, m in original.layers.items() if id(m.weight) in uses}
+    if refused := group_by_reason({name: obstacles[name] or shared.get(name) for name in obstacles}):
         raise ValueError(
             f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(original.layers)} layers. "
             f"{explain_groups(refused)}."

@@ -37,7 +37,7 @@ from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.patterns import checked_patterns, clean_name
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
-from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, explained, overridden, warn_overridden
 from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
@@ -400,7 +400,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Steps, counts the step, and moves staged amaxes into the histories."""
-        with self._state.hearing(False):
+        with self._state.hearing(False), explained(optimizer):
             if self._state.scaling is None:
                 result = super().optimizer_step(optimizer, model, closure, **kwargs)
             else:
@@ -411,6 +411,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
                 if self._state.is_automatic:
                     self._state.update_scale()
         self._state.count_step()
+        self.coverage_line.warn(self._state.runs.trainer, self._layers)
         if self._state.is_automatic:  # also if there was no backward pass
             self._layers.record(False)
         return result

@@ -12,12 +12,14 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_lowbit._lightning import rank_zero_info
+from lightning_lowbit._lightning import rank_zero_info, rank_zero_warn
+from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import WITHOUT_PRODUCTS, Reasons, is_matrix
 from lightning_lowbit.nn.layers.composite import PartLayer
-from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, without_pass
 from lightning_lowbit.patterns import clean_name
+from lightning_lowbit.precision.layers import RunLayers
 
 _ENOUGH = 0.5  # nothing is said from this share of quantized weights on
 _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least share of each
@@ -26,21 +28,38 @@ _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least shar
 class CoverageLine:
     """Logs once how little is quantized, unless a callback shows the coverage; ``text`` is what was logged."""
 
+    _is_first = False  # that no step with all casts has been taken
+
     def __init__(self) -> None:
         self.text = self._due = ""
 
     def count(self, model: nn.Module) -> None:
         """Counts the weights of a converted model, before a strategy flattens them."""
-        self.text, self._due = "", weights_line(model)
+        self.text, self._due, self._is_first = "", weights_line(model), True
 
     def say(self, trainer: Any, phase: str) -> None:
         """Logs the line, in the first process and the first step with all casts."""
         if phase != "fqt":
             return
         text, self._due = self._due, ""
-        if text and not any(getattr(callback, "shows_coverage", False) for callback in trainer.callbacks):
+        if text and not _is_shown(trainer):
             self.text = text
             rank_zero_info(f"{text} PrecisionSummary() among the callbacks counts FLOPs, and lists all.")
+
+    def warn(self, trainer: Any, layers: RunLayers) -> None:
+        """Warns after the first step with all casts of layers that were not called, and have gradients."""
+        if not self._is_first or layers.phase != "fqt":
+            return
+        self._is_first = False
+        if not _is_shown(trainer) and (idle := without_pass(layers.present)):
+            rank_zero_warn(
+                f"Converted, and trained without a call in the first step: {some(idle)}. Where a module reads their "
+                "weights itself, it computes in high precision. Let it call the layers, or leave them out by skip."
+            )
+
+
+def _is_shown(trainer: Any) -> bool:
+    return any(getattr(callback, "shows_coverage", False) for callback in trainer.callbacks)
 
 
 def weights_line(model: nn.Module) -> str:

@@ -99,10 +99,20 @@ def two_layers(second):
     return model
 
 
-@each("second", [lambda w: w, lambda w: nn.Parameter(w.data), lambda w: nn.Parameter(w.data.t())])
-def test_no_format_is_listed_for_layers_that_share_a_weight(second):
-    message = explain_formats(trained_model(two_layers(second), "nvfp4"))
-    assert message.startswith("No format holds it.") and "also that of another module" in message
+def one_module_twice():
+    layer = nn.Linear(64, 64)
+    return nn.Sequential(layer, nn.Linear(64, 64), layer)
+
+
+TIED = (lambda w: w, lambda w: nn.Parameter(w.data), lambda w: nn.Parameter(w.data.t()))
+SHARING = [*((two_layers(second), "also that of another module") for second in TIED), (one_module_twice(), "several")]
+
+
+@each("model, why", SHARING)
+def test_no_format_is_listed_for_layers_that_share_a_weight(model, why):
+    message = explain_formats(trained_model(model, "nvfp4"))
+    assert message.startswith("No format holds it.") and why in message
+    assert ("another module" in message) == ("another module" in why)
 
 
 def test_halves_of_one_tensor_are_two_weights_and_what_is_in_high_precision_is_written_twice(tmp_path):

@@ -1,6 +1,7 @@
 """One of two processes that train a model of which little is converted."""
 
 import logging
+import warnings
 
 import torch
 from lightning_utilities.core import rank_zero
@@ -45,6 +46,13 @@ class Model(LightningModule):
         return DataLoader(torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)), batch_size=2)
 
 
+class Reading(Model):
+    """Reads the weight of the first layer, which it does not call."""
+
+    def forward(self, x):
+        return self.rest(nn.functional.linear(x, self.first.weight))
+
+
 def special():
     return nn.Sequential(Special(16, 64), nn.ReLU(), Special(64, 16))
 
@@ -60,4 +68,7 @@ def work():
         quiet_trainer(FP4Precision("nvfp4"), max_steps=2, devices=RANKS, strategy=STRATEGIES[name]()).fit(model)
         rank_zero.log.removeHandler(handler)
         results[name] = [text for text in told if "quantized layers" in text]
-    return results
+    reading, strategy = Reading(nn.Linear(16, 16), nn.Linear(16, 16)), STRATEGIES["ddp, unused parameters"]()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        quiet_trainer(FP4Precision("nvfp4"), max_steps=2, devices=RANKS, strategy=strategy).fit(reading)
+    return results, [str(each.message) for each in caught if "without a call" in str(each.message)]

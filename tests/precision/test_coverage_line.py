@@ -19,7 +19,7 @@ from lightning_lowbit import (
 from lightning_lowbit.precision.coverage_line import weights_line
 from tests.launch import launch
 from tests.lightning_imports import BoringModel, quiet_trainer
-from tests.precision.ranks_coverage_line import Model, Special, special
+from tests.precision.ranks_coverage_line import Model, Reading, Special, special
 from tests.ranks import RANKS
 
 
@@ -94,6 +94,13 @@ def test_a_summary_says_it_instead(told, capsys):
     assert "Coverage: " in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
+def test_compiled_layers_are_not_taken_for_such_that_are_not_called(told):
+    for model in (Model(plain()), Reading(plain()), Model(plain())):  # the last one runs in the graph of the first
+        model.rest.compile(backend="eager")
+        assert not train(told, model)
+
+
 def test_a_layer_without_a_weight_yet_is_no_obstacle(told, capsys):
     with pytest.warns(UserWarning, match=r"rest.0.0: no weight yet"):
         train(told, Model(nn.Sequential(nn.LazyLinear(16)), plain()), FP4Precision("nvfp4"), PrecisionSummary())
@@ -122,7 +129,10 @@ def test_weights_count_once_and_as_what_they_are():
 
 
 def test_under_every_strategy_one_process_says_it(tmp_path):
-    first, second = launch("tests.precision.ranks_coverage_line", RANKS, tmp_path)
+    (first, warned), (second, others) = launch("tests.precision.ranks_coverage_line", RANKS, tmp_path)
     for name, texts in first.items():
         assert ["10.0% of the weights" in text and "Special" in text for text in texts] == [True], name
         assert second[name] == [], name
+    (text,) = warned
+    assert text.startswith("Converted, and trained without a call in the first step: first. Where a module reads")
+    assert others == []

@@ -54,6 +54,17 @@ def test_ranks_and_workers_share_the_stream(shards, ranks, num_workers):
     assert whole[0] != sequences[:24]
 
 
+def test_rows_without_text_are_told_once():
+    Path("rows").mkdir()
+    rows = [{"text": text} for text in ("a document", None, "another document", None)]
+    Path("rows/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(UserWarning) as warned:
+        stream, _ = open_stream("hf:./rows", "text", load_tokenizer("bytes"), LENGTH, 1)
+        take(StreamLoader(stream, StreamShard(1, 0, seed=0), 2, 0), 3)
+    (message,) = [str(each.message) for each in warned]
+    assert message.startswith("A row of hf:./rows (train) has no text in the column 'text', and is left out")
+
+
 def test_a_tokenizer_of_transformers(tmp_path):
     name = save_tokenizer(tmp_path / "tokenizer")
     texts = write_c4((300, 300), text="the document {}")

@@ -5,6 +5,7 @@ parameters, their names and all references to the module stay valid.
 """
 
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -38,6 +39,7 @@ _NOTHING = nullcontext()
 
 # How each layer computed its last pass, and the arguments of that. A copy of a layer, or a pickled one, has none.
 _HOWS: WeakKeyDictionary[Any, tuple[How, Any, Any]] = WeakKeyDictionary()
+_COMPILED: list[bool] = []  # an entry for each layer that was compiled in this process: others may share its graph
 
 
 class QuantizedLayer(NativeGemms):
@@ -291,7 +293,9 @@ class QuantizedLayer(NativeGemms):
         native = self.native_kinds(device, dtype=dtype) if casts.traits.native_kinds else {}
         recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
         how = How(*arguments, native, recasts, self.is_grouped(device, dtype))
-        if not is_compiled:
+        if is_compiled:
+            _note_graph()
+        else:
             _HOWS[self] = how, arguments, others
         return how
 
@@ -351,6 +355,18 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Returns the converted layers of a model by name, each once, in the order of the modules."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+
+
+def without_pass(layers: Mapping[str, QuantizedLayer]) -> list[str]:
+    """Returns the names of layers with casts and a gradient, but no pass: something else reads their weights. It
+    returns none after compilation, since passes in graphs leave no trace."""
+    idle = {name: layer for name, layer in layers.items() if layer not in _HOWS and not layer.casts.traits.is_empty}
+    return [n for n, layer in idle.items() if not _COMPILED and any(p.grad is not None for p in layer.own_parameters())]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_graph() -> None:
+    _COMPILED.append(True)
 
 
 def _report_missing_plugin(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:

@@ -5,7 +5,8 @@ For a scheduled learning rate or weight decay, the initial values are compared. 
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +56,21 @@ def warn_overridden(lines: Sequence[str]) -> None:
             "them, set them in a callback's on_train_start; or load the checkpoint's weights alone, with "
             "load_state_dict, and call fit without ckpt_path."
         )
+
+
+@contextmanager
+def explained(optimizer: Any) -> Generator[None, None, None]:
+    """Context of a step. A ``KeyError`` of options, which a checkpoint of another optimizer replaced, is explained."""
+    try:
+        yield
+    except KeyError as error:
+        groups, names = getattr(optimizer, "param_groups", ()), getattr(optimizer, "defaults", ())
+        if not (lacks := [name for name in names if any(name not in group for group in groups)]):
+            raise
+        raise ValueError(
+            f"The checkpoint is of another optimizer than {type(optimizer).__name__}: it holds no {', '.join(lacks)}. "
+            "Give the optimizer of its run, or load its weights alone, with load_state_dict."
+        ) from error
 
 
 def _group_options(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool) -> dict[str, Any]:

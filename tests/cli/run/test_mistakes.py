@@ -1,5 +1,6 @@
 """Mistakes on the command line end with one line that says what to do."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ PLUGIN = "--trainer.plugins.init_args"
         ([f"{SCHEDULER}.warmup_steps=40"], f"is a share of them. The option is {SCHEDULER}.warmup_steps."),
         ([f"{SCHEDULER}.final_fraction=7"], f"The option is {SCHEDULER}.final_fraction."),
         (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),
+        (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
+        (["--trainer.callbacks+=[{class_path: RunReprt}, {class_path: string.Formatter}]"], "RunReprt. (LOWBIT"),
         (["--model.init_args.network=lama-60m"], "such as gpt2. The option is --model.init_args.network. (LOWBIT"),
         (["--config="], "--config needs the name of a recipe or a file"),
         (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
@@ -50,6 +53,17 @@ def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, caps
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("lowbit: error: ") and line in last
     assert {*Path().rglob("*")} == before, "a mistake must not leave files"
+
+
+def test_a_full_disk_leaves_no_half_of_a_configuration(capsys):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # larger files cannot be written
+    try:
+        assert lowbit("--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "'runs/tiny/version_0/config.yaml'" in capsys.readouterr().err
+    assert not Path("runs").exists()
 
 
 def test_last_needs_a_folder_to_search(capsys):

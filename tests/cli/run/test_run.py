@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import yaml
 
 from lightning_lowbit import cli
 from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
+from tests.tables import each
 
 
 def test_quickstart(capsys):
@@ -144,6 +146,18 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_answered_with_the_options
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert last.startswith(f"lowbit: error: The checkpoint {path} does not fit this run: ") and fault in last
         assert "optimizer of its run, which are in runs/tiny/version_0/config.yaml, or another" in last
+
+
+@each(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_a_checkpoint_that_memory_does_not_hold_is_not_said_to_be_of_another_model(error, monkeypatch):
+    often = ("--config=adamw", "--trainer.callbacks.init_args.every_n_train_steps=4")
+    if not Path("runs").exists():
+        assert lowbit(*often) == 0
+    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", Mock(side_effect=error))
+    with pytest.raises(type(error), match="memory"):
+        lowbit(*often, "--ckpt_path=runs/tiny/version_0/checkpoints/step=4.ckpt")
 
 
 def test_a_list_option_takes_one_item():

@@ -97,6 +97,12 @@ def test_no_value_is_refused_that_the_parser_accepts():
         (["--model.scheduler=Nope"], "--model.scheduler takes a class, and there is no Nope."),
         (["--model.scheduler=torch.optim.lr_scheduler.StepLT"], "torch.optim.lr_scheduler has no StepLT. Did you mean"),
         (["--model=CausaLM"], "--model takes a class, and there is no CausaLM. Did you mean 'CausalLM'?"),
+        (["--optimizer=AdamW"], "There is no option --optimizer. Did you mean '--model.optimizer'?"),
+        (["--config=own.yaml"], "There is no option --lr_scheduler in own.yaml. Did you mean 'model.scheduler'?"),
+        (["--config=short.yaml"], "--trainer.callbacks in short.yaml takes a class, and there is no GradNoise. Did"),
+        (["--trainer.plugins.class_path=FP4Precison"], "--trainer.plugins takes a class, and there is no FP4Precison."),
+        (["--trainer.logger=[{class_path: CSVLoger}]"], "there is no CSVLoger. Did you mean 'CSVLogger'?"),
+        (["--trainer.callbacks=[EarlyStopping, EarlyStoping]"], "there is no EarlyStoping. Did you mean 'EarlyStoppi"),
         (["--trainer.callbacks+=EarlyStoping"], "Did you mean 'EarlyStopping'? Give its path"),
         (["--trainer.plugins.backend=nativ"], "Unknown backend 'nativ'. Did you mean 'native'?"),
         (["--trainer.plugins=lightning_lowbit.FP8Precision", "--trainer.plugins.scaling=row_wise"], "Unknown scaling"),
@@ -107,6 +113,8 @@ def test_no_value_is_refused_that_the_parser_accepts():
 def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arguments, line, capsys):
     Path("mine.yaml").write_text("trainer: {max_steps: few}")
     Path("listed.yaml").write_text(LISTED)
+    Path("own.yaml").write_text("lr_scheduler: {class_path: torch.optim.lr_scheduler.StepLR}")
+    Path("short.yaml").write_text("trainer: {callbacks: [RunReport, {class_path: GradNoise}]}")
     for command in ("fit", "compare"):
         assert cli.main([command, "--config=quickstart", *arguments]) == 2
         assert line in capsys.readouterr().err

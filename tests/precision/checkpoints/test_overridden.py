@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW, lr_scheduler
+from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 from lightning_lowbit import LowBitPrecision, StableSPAM, WeightDecaySwitch
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden
 from tests.lightning_imports import BoringModel, quiet_trainer
+from tests.tables import each
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -58,6 +59,25 @@ def test_options_that_a_checkpoint_overrides_are_said_once_with_both_values():
     assert f"In force are: {'; '.join(expected)}. To change them" in said
     group = trainer.optimizers[0].param_groups[0]
     assert (group["initial_lr"], group["betas"], group["gamma1"]) == (1e-3, (0.9, 0.95), 0.7), "the claim is wrong"
+
+
+@each("before, after, lacks", [(AdamW, SGD, "momentum"), (SGD, AdamW, "betas"), (AdamW, RMSprop, "alpha")])
+def test_a_checkpoint_of_another_optimizer_is_named_in_the_first_step(before, after, lacks):
+    fit(Model(partial(before, lr=0.1)), 3).save_checkpoint("first.ckpt")
+    with (
+        pytest.warns(UserWarning, match="overrides options"),
+        pytest.raises(ValueError, match=f"of another optimizer than {after.__name__}: it holds no {lacks}"),
+    ):
+        fit(Model(partial(after, lr=0.1)), 4, ckpt_path="first.ckpt")
+
+
+def test_other_errors_of_keys_in_a_step_pass():
+    class Failing(Model):
+        def training_step(self, batch, batch_idx):
+            return {}["mine"]
+
+    with pytest.raises(KeyError, match="mine"):
+        fit(Failing(partial(SGD, lr=0.1)), 1)
 
 
 SCHEDULERS = {
