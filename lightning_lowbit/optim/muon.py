@@ -210,16 +210,16 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
     """Returns about U·Vᵀ of a matrix U·S·Vᵀ, or of each in a stack [n, rows, columns]: its singular values near 1."""
     if not matrix.numel():
         return matrix
-    is_tall, shape = matrix.shape[-2] > matrix.shape[-1], matrix.shape
+    is_tall, plus_product = matrix.shape[-2] > matrix.shape[-1], torch.addmm if matrix.dim() == 2 else torch.baddbmm
     wide = torch.promote_types(matrix.dtype, torch.float32)
     norms = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=wide)
     a, b, c = _COEFFICIENTS
     x = (matrix / norms.clamp_(min=torch.finfo(wide).tiny)).to(matrix.dtype)
-    x = (x.mT if is_tall else x).reshape(-1, *sorted(shape[-2:]))
+    x = x.mT if is_tall else x
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).reshape(shape).contiguous()
+        x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).contiguous()
 
 
 def _move(member: Member, orthogonal: Tensor, numbers: Numbers, adjust_lr_fn: str) -> None:

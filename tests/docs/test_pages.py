@@ -11,7 +11,7 @@ DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(DOCS)): page.read_text() for page in sorted(DOCS.glob("**/*.md"))}
 START = [page for page in PAGES if page.startswith("start/")]
 PICTURED = ["start/your_model.md", "start/which_preset.md", "start/report.md", "guides/switches.md", "guides/scales.md"]
-TOTAL = 45_000
+TOTAL = 40_300  # without the lines of tables
 GLOSSARY = PAGES["concepts/glossary.md"]
 ENTRIES = dict(re.findall(r"^## (.+)\n\n((?:.+\n)+)", GLOSSARY, re.MULTILINE))
 # Words that newcomers met without an explanation.
@@ -54,7 +54,7 @@ def test_an_idea_has_a_picture(page):
 
 
 def test_the_whole_documentation_stays_small():
-    words = sum(len(page.split()) for page in PAGES.values())
+    words = sum(not re.fullmatch(r"[|:-]+", word) for page in PAGES.values() for word in page.split())
     assert words <= TOTAL, f"{words} words: cut elsewhere what you add"
 
 
