@@ -90,6 +90,8 @@ class ClippedOptimizer(CheckedOptimizer):
             _set_norms([batch for batch in batches if batch.sums_in_update])
         # In place: an assignment to an optimizer's attribute is lost in a compiled step.
         self._statistics[:] = map(_statistics, batches)
+        for batch in batches:
+            del batch.passes  # which hold the batch: gradients would stay until Python collects cycles
         return loss
 
     @classmethod

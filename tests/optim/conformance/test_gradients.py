@@ -1,5 +1,6 @@
 """What every optimizer does with gradients: missing, sparse, not finite, of any size."""
 
+import gc
 import math
 
 import pytest
@@ -218,3 +219,20 @@ def test_grad_scaler(entry):
         scaler.update()
         assert scaler.get_scale() < scale if step == 4 else scaler.get_scale() >= scale
     assert_same(snapshot(optimizer, parameters), snapshot(without, plain), "the scaler changed the trajectory")
+
+
+@each_entry
+def test_a_step_keeps_no_gradient(entry):
+    """Not even until Python collects cycles: that would be the memory of all gradients of several steps."""
+    parameters, optimizer = entry.new()
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(4):
+            train(optimizer, parameters, [step])
+            optimizer.zero_grad()
+            counts.append(sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[3] <= counts[1], f"tensors after each step: {counts}"
