@@ -33,7 +33,7 @@ from lightning_lowbit.optim.passes import Batch, Member, scalar_dtype
 from lightning_lowbit.optim.rules import GradClip, GroupRules, check_options, largest_root, norm_of
 
 # Options that are names, checked in each step: a name misspelled in mid-training would silently switch its rule off.
-_NAMES = ("element_clip", "norm_clip", "moments", "master_weights")
+_NAMES = ("element_clip", "norm_clip", "moments", "master_weights", "adjust_lr_fn")
 
 # Squares of gradients within these need no unit to fit fp32; neither does the sum of 2^40 of them.
 _SMALL, _LARGE = 1e-12, 1e12

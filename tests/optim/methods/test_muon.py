@@ -130,6 +130,13 @@ def test_names_choose_the_matrices(params, options, matrices):
     assert [id(p) for p in optimizer.matrices()] == [id(parameters[i]) for i in matrices]
 
 
+def test_parameters_that_fsdp1_has_flattened_are_refused_by_the_step_which_says_why():
+    """Names are those of matrices, and a rank holds stretches of them: `tests/distributed` takes the step."""
+    name, parameter = named((6,))[0]
+    parameter._fsdp_flattened = True
+    assert Muon([(name, parameter)]).matrices() == []
+
+
 @each(
     ("params", "options", "words"),
     [

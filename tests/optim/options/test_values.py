@@ -168,6 +168,8 @@ KEPT = r"\(3, 4\) .* are kept, and not .*moments and master_weights cannot be ch
         (Adaptive, {}, {"element_clip": "AdaClip"}, "Adaptive needs element_clip to be .*AdaClip"),
         (StableSPAM, {}, {"moments": "FP8"}, "StableSPAM needs moments to be .*FP8"),
         (StableSPAM, {}, {"master_weights": "bf16"}, "StableSPAM needs master_weights to be .*bf16"),
+        (Muon, {"adam_names": []}, {"adjust_lr_fn": "Original"}, "Muon needs adjust_lr_fn to be .*Original"),
+        (Muon, {"adam_names": []}, {"moments": "fp8"}, KEPT),
         (StableSPAM, {"moments": "fp32"}, {"moments": "fp8"}, KEPT),
         (StableSPAM, {"moments": "fp8"}, {"moments": "fp32"}, KEPT),
         (StableSPAM, {"master_weights": None}, {"master_weights": "fp16"}, KEPT),
