@@ -44,6 +44,7 @@ OPTIMIZERS = {
     **dict.fromkeys(("adamw", "bitnet", "stable_ternary", "dpo"), "AdamW"),
     "spam": "SPAM",
     "lion": "Lion",
+    "muon": "Muon",
     "lion_adaptive": "Adaptive of Lion",
     "adam_mini": "Adam_mini",
     "adam_mini_adaptive": "Adaptive of Adam_mini",
