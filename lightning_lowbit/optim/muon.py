@@ -11,7 +11,7 @@ Sources: Muon (K. Jordan et al., kellerjordan.github.io/posts/muon) for the iter
 (arXiv 2502.16982), section 2.2, for s = 0.2·√max(rows, columns), with which Adam's learning rate and decay serve both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning_lowbit._torch.sharding import is_flattened
 from lightning_lowbit.distributed import gathered, part_of
 from lightning_lowbit.optim.adam import ClippedAdam, weigh
 from lightning_lowbit.optim.moments import DenseMoments, FP8Momentum, Momentum
-from lightning_lowbit.optim.passes import Batch, Member, rows_of
+from lightning_lowbit.optim.passes import Batch, Member, elements_at_once, rows_of
 from lightning_lowbit.optim.rules import ELEMENT_RULES, MUON, OPTIONS, Numbers, options_among
 from lightning_lowbit.patterns import matching, select
 from lightning_lowbit.units import has_units
@@ -179,16 +179,35 @@ def _update(batch: Batch) -> None:
     ahead = (group["momentum"] * numbers["mean_weight"]).unbind()
     rows = [*rows_of(batch.decision())]
     rank, ranks = (dist.get_rank(batch.groups[0]), batch.groups[0].size()) if batch.groups else (0, 1)
-    for start in range(0, len(batch.members), ranks):  # each rank orthogonalizes one of them
-        numbered = [*enumerate(batch.members)][start : start + ranks]
-        wholes = [gathered(member.parameter, _direction(batch, i, rows[i], ahead[i])) for i, member in numbered]
-        if rank < len(wholes):
-            wholes[rank] = orthogonalized(wholes[rank], group["ns_steps"])
-        for place, (i, member) in enumerate(numbered):
+    for places in _rounds(batch.members, ranks, elements_at_once(batch.device, on_cpu=0)):
+        wholes = {i: gathered(batch.members[i].parameter, _direction(batch, i, rows[i], ahead[i])) for i in places}
+        shares: dict[tuple[int, torch.Size], list[int]] = {}  # each rank orthogonalizes some, equal shapes in a stack
+        for number, (i, whole) in enumerate(wholes.items()):
+            shares.setdefault((number * ranks // len(places), whole.shape), []).append(i)
+        stacks = {share: torch.stack([wholes.pop(i) for i in numbered]) for share, numbered in shares.items()}
+        stacks |= {
+            share: orthogonalized(stack, group["ns_steps"]) for share, stack in stacks.items() if share[0] == rank
+        }
+        for share, stack in stacks.items():
             if ranks > 1:
-                dist.broadcast(wholes[place], group=batch.groups[0], group_src=place)
-            _move(member, wholes[place], rows[i], group["adjust_lr_fn"])
+                dist.broadcast(stack, group=batch.groups[0], group_src=share[0])
+            for i, orthogonal in zip(shares[share], stack, strict=True):
+                _move(batch.members[i], orthogonal, rows[i], group["adjust_lr_fn"])
     numbers["steps_since_reset"] = numbers["steps_since_reset"] + numbers["taken"]
+
+
+def _rounds(members: Sequence[Member], least: int, elements: int) -> Iterator[list[int]]:
+    """Yields places of members, equal shapes side by side: as many as have that many elements, and at least so many."""
+    places: list[int] = []
+    room = elements
+    for place in sorted(range(len(members)), key=lambda i: members[i].parameter.shape):
+        size = members[place].parameter.numel()
+        if len(places) >= least and size > room:
+            yield places
+            places, room = [], elements
+        places.append(place)
+        room -= size
+    yield places
 
 
 def _direction(batch: Batch, index: int, numbers: Numbers, ahead: Tensor) -> Tensor:
@@ -206,20 +225,21 @@ def _direction(batch: Batch, index: int, numbers: Numbers, ahead: Tensor) -> Ten
     return direction
 
 
-def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """Returns about U·Vᵀ of a matrix U·S·Vᵀ, or of each in a stack [n, rows, columns]: its singular values near 1."""
-    if not matrix.numel():
-        return matrix
-    is_tall, plus_product = matrix.shape[-2] > matrix.shape[-1], torch.addmm if matrix.dim() == 2 else torch.baddbmm
-    wide = torch.promote_types(matrix.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=wide)
-    a, b, c = _COEFFICIENTS
-    x = (matrix / norms.clamp_(min=torch.finfo(wide).tiny)).to(matrix.dtype)
+def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
+    """Returns about U·Vᵀ of each matrix U·S·Vᵀ of [..., rows, columns]: its singular values are near 1."""
+    if not matrices.numel():
+        return matrices
+    wide = torch.promote_types(matrices.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=wide)
+    x = (matrices / norms.clamp_(min=torch.finfo(wide).tiny)).to(matrices.dtype)
+    is_tall, is_one = x.shape[-2] > x.shape[-1], x.shape[:-2].numel() == 1
     x = x.mT if is_tall else x
+    x, plus_product = (x.view(x.shape[-2:]), torch.addmm) if is_one else (x.flatten(0, -3), torch.baddbmm)
+    a, b, c = _COEFFICIENTS
     for _ in range(steps):
         gram = x @ x.mT
         x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).contiguous()
+    return (x.mT if is_tall else x).contiguous().view(matrices.shape)
 
 
 def _move(member: Member, orthogonal: Tensor, numbers: Numbers, adjust_lr_fn: str) -> None:

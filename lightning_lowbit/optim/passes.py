@@ -277,12 +277,17 @@ def in_pieces(elements: int) -> Iterator[None]:
         _elements = previous
 
 
+def elements_at_once(device: torch.device, on_cpu: int = _ON_CPU) -> int:
+    """Returns how many elements are handled at a time, ``on_cpu`` of them on a CPU."""
+    return _elements or (on_cpu if device.type == "cpu" else _ON_ACCELERATOR)
+
+
 def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of tensors of one length along the first dimension; the first tensor decides the rows of a piece."""
     if tensors[0].numel() == 0:
         return
     tensors = tuple(tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors)
-    elements = _elements or (_ON_CPU if tensors[0].device.type == "cpu" else _ON_ACCELERATOR)
+    elements = elements_at_once(tensors[0].device)
     if tensors[0].numel() <= elements or torch.compiler.is_compiling():
         yield tensors
         return

@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_sharded_as
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM
 from lightning_lowbit.optim.moments import FP8Moments, Piece
+from lightning_lowbit.optim.passes import in_pieces
 from tests.distributed.spreads import Net, fsdp2_of_tensor_parallel, full
 
 PLACED = {
@@ -121,6 +122,26 @@ def bad_elsewhere(meshes, element, norm_clip):
         "steps": [int(optimizer.state[p]["steps"]) for p in (*others, shared)],
         "collectives": seen.get_total_counts(),
     }
+
+
+def matrices_of_two_shapes(mesh):
+    """Weights after two steps of Muon in stacks, and the broadcasts of the second step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shape):
+        return place(mesh, torch.randn(shape, generator=generator, dtype=torch.float64), Shard(0))
+
+    shapes = [(6, 4), (4, 9), (6, 4), (4, 9), (6, 4)]
+    parameters = [draw(shape) for shape in shapes]
+    optimizer = Muon(parameters, adam_names=[])
+    with in_pieces(200):
+        for _ in range(2):
+            for p, shape in zip(parameters, shapes, strict=True):
+                p.grad = draw(shape).data
+            with CommDebugMode() as seen:
+                optimizer.step()
+    broadcasts = sum(count for name, count in seen.get_comm_counts().items() if "broadcast" in str(name))
+    return {"weights": [full(p) for p in parameters], "broadcasts": broadcasts}
 
 
 COUNTED = {

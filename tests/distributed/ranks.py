@@ -20,6 +20,7 @@ from tests.distributed.parameters import (
     bad_elsewhere,
     collectives,
     masters,
+    matrices_of_two_shapes,
     missing_gradients,
     moments_in_cut_blocks,
     partial_gradients,
@@ -132,6 +133,7 @@ def work():
         mesh = meshes[2,]
         results["partial"] = partial_gradients(mesh)
         results["collectives"] = {count: collectives(mesh, count) for count in (3, 40)}
+        results["matrices"] = matrices_of_two_shapes(mesh)
         results["cut blocks"] = moments_in_cut_blocks(mesh, "fp8")
     if meshes.has((3,)):
         results["missing"] = {name: missing_gradients(meshes[3,], name) for name in MISSING}

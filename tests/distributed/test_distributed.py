@@ -11,7 +11,15 @@ from lightning_lowbit.distributed import Sharding, local_gradient, offsets_of, s
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
 from lightning_lowbit.optim.optimizer import GradientStatistics
 from tests.distributed import parameters
-from tests.distributed.parameters import COUNTED, MISSING, PLACED, masters, missing_gradients, moments_in_cut_blocks
+from tests.distributed.parameters import (
+    COUNTED,
+    MISSING,
+    PLACED,
+    masters,
+    matrices_of_two_shapes,
+    missing_gradients,
+    moments_in_cut_blocks,
+)
 from tests.distributed.ranks import RANKS, RESUMPTIONS
 from tests.distributed.spreads import BAD, CASES, HALF, SPREADS, Run
 from tests.launch import launch
@@ -93,6 +101,14 @@ def test_trajectory(results, whole, trajectory):
         assert_same_run(found, whole[case], case, f"rank {rank}")
         counted = [n for name, n in found["collectives"].items() if "allreduce" in name or "muon" not in case]
         assert sum(counted) == wanted, f"rank {rank}: {found['collectives']}, wanted {wanted}"
+
+
+def test_each_rank_orthogonalizes_stacks_of_equal_shapes(results):
+    """Of five matrices, two and one on the first rank, two on the second."""
+    alone = matrices_of_two_shapes(None)["weights"]
+    for result in taking_part(results, (2,)):
+        torch.testing.assert_close(result["matrices"]["weights"], alone, rtol=0, atol=1e-12)
+        assert result["matrices"]["broadcasts"] == 3
 
 
 @each("parameters", [3, 40])

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit.optim import LowBitAdamW, Muon
 from lightning_lowbit.optim.muon import orthogonalized
+from lightning_lowbit.optim.passes import in_pieces
 from tests.optim.parameters import assert_close, set_gradients, train
 from tests.tables import each
 
@@ -78,6 +80,42 @@ def test_step_is_that_of_the_authors_and_of_torch(nesterov, adjust_lr_fn):
         start = dict(Model().named_parameters())[name]
         likeness = F.cosine_similarity((one - start).flatten(), (parameters[name] - start).flatten(), dim=0)
         assert likeness > 0.999, f"{name} moves another way than with torch.optim.Muon: {likeness}"
+
+
+def test_matrices_of_one_shape_are_orthogonalized_together_where_that_saves_launches(within):
+    """On a CPU it would save nothing."""
+
+    def layers():
+        shapes = [*[(8, 24)] * 3, *[(24, 8)] * 3, *[(2, 6, 8)] * 2]
+        generator = torch.Generator().manual_seed(0)
+        return [Parameter(torch.randn(shape, dtype=torch.float64, generator=generator)) for shape in shapes]
+
+    def trained(parameters):
+        names = [f"{'experts' if p.dim() == 3 else 'layer'}.{i}" for i, p in enumerate(parameters)]
+        optimizer = Muon(zip(names, parameters, strict=True), lr=0.01)
+        with Products() as products:
+            train(optimizer, parameters, [0, 1])
+        return products.count
+
+    alone, stacked = layers(), layers()
+    assert trained(alone) == 2 * 8 * 15
+    within(in_pieces(2**11))
+    assert trained(stacked) == 2 * 3 * 15
+    assert_close(stacked, alone, 1e-12, "in stacks")
+    within(in_pieces(8))
+    pieces = layers()
+    assert trained(pieces) == 2 * 8 * 15
+    assert_close(pieces, alone, 1e-12, "in pieces")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += any(name in str(function) for name in ("mm.", "bmm"))
+        return function(*args, **(kwargs or {}))
 
 
 def test_all_else_moves_as_with_adam():
