@@ -64,7 +64,7 @@ class Model(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return self.make(self.parameters())
+        return self.make(self.named_parameters())
 
     @property
     def losses(self):

@@ -6,7 +6,7 @@ import torch
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM
 from tests.gpu import clock
 from tests.gpu.models import VOCABULARY, llama
 from tests.gpu.table import Check
@@ -18,6 +18,8 @@ OPTIMIZERS = {
     "StableSPAM": StableSPAM,
     "StableSPAM, moments in FP8": partial(StableSPAM, moments="fp8"),
     "SPAM": SPAM,
+    "Muon": Muon,
+    "Muon, moments in FP8": partial(Muon, moments="fp8"),
     "Adaptive(AdamW, fused)": lambda parameters: Adaptive(torch.optim.AdamW(parameters, fused=True)),
 }
 PRESETS = ("nvfp4", "mxfp8", "fp8-current", "fp8-delayed", "fp8-blockwise")
@@ -43,15 +45,21 @@ def _shapes(setting):
     """LLaMA of 60 million parameters, or two small layers of one."""
     width, inner, layers, words = (32, 86, 2, 64) if setting.is_small else (512, 1376, 8, 32000)
     layer = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner), (width,), (width,)]
-    return [(words, width), *layer * layers, (width,), (words, width)]
+    return {
+        "embed": (words, width),
+        **{f"layers.{i}.{k}": shape for i in range(layers) for k, shape in enumerate(layer)},
+        "norm": (width,),
+        "lm_head": (words, width),
+    }
 
 
 def optimizer_step(make, setting):
     device = setting.device
-    parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in _shapes(setting)]
+    named = {name: torch.nn.Parameter(torch.randn(shape, device=device)) for name, shape in _shapes(setting).items()}
+    parameters = [*named.values()]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    optimizer = make(parameters)
+    optimizer = make(named.items())
     optimizer.step()  # compares kernels with plain torch
     state = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
     took = clock.seconds(optimizer.step, device, calls=3, rounds=5)

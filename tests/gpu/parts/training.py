@@ -10,7 +10,7 @@ import torch
 from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import PRESETS
-from lightning_lowbit.optim import LowBitAdamW, StableSPAM
+from lightning_lowbit.optim import LowBitAdamW, Muon, StableSPAM
 from tests.gpu.models import Model, deterministic, fit, llama, loader, trainer
 from tests.gpu.table import Check, Wrong
 
@@ -34,6 +34,7 @@ COMPILED = (("nvfp4", None), ("nvfp4", "reduce-overhead"), ("fp8-delayed", "redu
 OPTIMIZERS = {
     "StableSPAM": partial(StableSPAM, lr=RATE),
     "moments in FP8": partial(LowBitAdamW, lr=RATE, moments="fp8"),
+    "Muon": partial(Muon, lr=RATE),
 }
 
 
