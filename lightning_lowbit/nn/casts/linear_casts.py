@@ -36,6 +36,9 @@ PHASES: dict[str, tuple[str, ...]] = {
 # Operands that may be reused from the forward pass.
 REUSABLE = ("dgrad_w", "wgrad_x")
 
+# Backward passes without casts, by what they multiply gradients with.
+_BACKWARD_PASSES = {"dequantized": dict.fromkeys(REUSABLE, "fprop"), "high_precision": {}}
+
 # Smoothing scales the channels or the tokens of a layer's input to one magnitude.
 SMOOTHINGS = ("channel", "token")
 
@@ -198,9 +201,9 @@ class LinearCasts:
         """Casts from Python code or YAML: casts, the name of a preset, or a mapping of fields such as
         ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``.
 
-        ``every`` changes all casts of the preset. The mapping of an operand changes only the fields that it names; so
-        do ``hadamard`` and ``surrogate``, where null removes an entry. Without a preset, unnamed operands stay in high
-        precision.
+        ``backward`` is the argument of `with_backward`, ``every`` changes all casts of the preset. The mapping of an
+        operand changes only the fields that it names; so do ``hadamard`` and ``surrogate``, where null removes an
+        entry. Without a preset, unnamed operands stay in high precision.
 
         Raises:
             ValueError: an unknown preset or field, or a field with a wrong value.
@@ -213,6 +216,7 @@ class LinearCasts:
             raise ValueError(f"Casts are a LinearCasts, a preset's name or a mapping of fields; got {value!r}.")
         changes = dict(value)
         base = cls.preset(changes.pop("preset")) if "preset" in changes else cls()
+        base = base.with_backward(changes.pop("backward")) if "backward" in changes else base
         start = {f.name: getattr(base, f.name) for f in fields(cls)}
         if "every" in changes:
             start.update(change_every(start, changes.pop("every")))
@@ -239,6 +243,15 @@ class LinearCasts:
                 )
             changed[name] = replace(cast, rounding=mode)  # type: ignore[arg-type]
         return self.replace(**changed)
+
+    def with_backward(self, multiplies: str) -> "LinearCasts":
+        """Returns a copy whose backward pass quantizes nothing; a ValueError for another word.
+
+        ``"dequantized"`` multiplies gradients by the operands of the forward pass, as quantization-aware training does
+        (``backward_override`` of Transformer Engine's recipes), ``"high_precision"`` by x and w, as the phase qaf does.
+        """
+        casts = self.phase("qaf")
+        return casts.replace(**_BACKWARD_PASSES[choose("backward pass", multiplies, _BACKWARD_PASSES)])
 
     def phase(self, name: str) -> "LinearCasts":
         """Returns the casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""

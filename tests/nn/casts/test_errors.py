@@ -84,6 +84,8 @@ GEMMS = "LinearCasts.subtract_mean is a list of GEMMs such as .*; got "
             {"preset": "fp8-row", "every": {"scale": {"source": "delayed"}}},
             "take block='tensor', two_level=True, or source='current'",
         ),
+        (of, {"preset": "nvfp4", "backward": "bf16"}, "Unknown backward pass 'bf16'"),
+        (of, {"preset": "ufp4", "backward": "dequantized"}, "dgrad_w is the operand of the forward pass"),
         (of, {"preset": "nvfp4", "every": 32}, "casts.every is a mapping of fields of Cast; got 32"),
         (of, {"every": {"element": "int4"}}, "every changes the casts of a preset, and there are none"),
         (of, {"preset": "bf16", "every": {}}, "every changes the casts of a preset, and there are"),

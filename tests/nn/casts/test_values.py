@@ -28,6 +28,8 @@ def test_of_starts_from_high_precision_or_takes_casts_as_they_are():
 
 NVFP4, NVIDIA, BF16 = map(LinearCasts.preset, ("nvfp4", "nvfp4-nvidia", "bf16"))
 CURRENT, DELAYED_FP8 = LinearCasts.preset("fp8-current"), LinearCasts.preset("fp8-delayed")
+BACKWARD = dict.fromkeys(OPERANDS[2:])
+DEQUANTIZED = BACKWARD | {"dgrad_w": "fprop", "wgrad_x": "fprop"}
 NEAREST_X = NVFP4.wgrad_x.replace(rounding="nearest")
 
 
@@ -65,6 +67,15 @@ def changed(preset, operands=OPERANDS, **fields):
         ),
         (NVIDIA, {"every": {"rounding": "nearest"}}, changed(NVIDIA, ("dgrad_g", "wgrad_g"), rounding="nearest")),
         (NVFP4, {"every": {}}, {}),
+        # the backward pass of a preset is changed before operands are
+        (NVFP4, {"backward": "dequantized"}, DEQUANTIZED),
+        (NVIDIA, {"backward": "dequantized"}, DEQUANTIZED | {"hadamard": {}}),
+        (NVIDIA, {"backward": "high_precision"}, BACKWARD | {"hadamard": {}}),
+        (
+            NVFP4,
+            {"backward": "dequantized", "every": {"scale": {"block": 32}}, "fprop_x": None},
+            DEQUANTIZED | {"fprop_x": None, "fprop_w": NVFP4.fprop_w.replace(scale={"block": 32})},
+        ),
         (
             DELAYED_FP8,
             {"every": {"scale": {"history": 1024}}, "wgrad_g": {"scale": {"margin": 2}}},
