@@ -31,7 +31,7 @@ CHANGES = {
     "fp8": LinearCasts.preset("fp8-delayed"),
     "averis": LinearCasts.preset("nvfp4").replace(subtract_mean=GEMMS),
     "dge": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_w": "dge"}),
-    "qat": LinearCasts.preset("nvfp4").with_backward("dequantized"),
+    "dequantized": LinearCasts.preset("nvfp4").with_backward("dequantized"),
     "trust": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_x": "trust", "fprop_w": "trust"}),
     **{f"int{bits}_qat": LinearCasts.preset(f"int{bits}") for bits in (2, 3, 4)},
     "e1m2_qat": LinearCasts.preset("e1m2"),
