@@ -2,22 +2,32 @@
 
 DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh
 FSDP1        with the original parameters: stretches of a flat buffer, known to the wrapped module (`connect`)
+DDP          nothing is sharded; the wrapped module knows the ranks with the same gradients (`connect`)
 DeepSpeed    ZeRO's flat buffers, in which matrices cannot be told apart: refused
 """
 
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_lowbit._torch import foreach_norm
-from lightning_lowbit._torch.sharding import flat_handle, flat_parameters, is_flat_buffer, is_flattened, offset_of_shard
+from lightning_lowbit._torch.sharding import (
+    flat_handle,
+    flat_parameters,
+    has_comm_hook,
+    is_flat_buffer,
+    is_flattened,
+    offset_of_shard,
+)
 from lightning_lowbit.quant.shard import amax_of
 
 
@@ -30,10 +40,15 @@ class Sharding(NamedTuple):
 
 
 _FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: their `Sharding`
+_REPLICATED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of DDP: a weak reference to its module
 
 
 def connect(module: nn.Module) -> None:
-    """Tells the optimizers how FSDP1 has sharded a root module; call it after wrapping, as `LowBitPrecision` does."""
+    """Tells the optimizers how FSDP1 has sharded a root module, or that DDP replicates it; call it after wrapping, as
+    `LowBitPrecision` does."""
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            _REPLICATED.update(dict.fromkeys(part.parameters(), ref(part)))
     for part in FullyShardedDataParallel.fsdp_modules(module):
         if (handle := flat_handle(part)) is None:
             continue
@@ -64,6 +79,15 @@ def sharding_of(parameter: Tensor) -> Sharding:
             "LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the first step."
         )
     return _FLATTENED[parameter]
+
+
+def replicas_of(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    """Returns the ranks that have all of some parameters, with the same gradients; None if they are not known."""
+    modules = [_REPLICATED[parameter]() if parameter in _REPLICATED else None for parameter in parameters]
+    module = modules[0]
+    if module is None or any(other is not module for other in modules) or has_comm_hook(module):
+        return None
+    return module.process_group if module.require_backward_grad_sync else None  # within no_sync gradients differ
 
 
 def offsets_of(parameter: Tensor) -> tuple[int, ...]:

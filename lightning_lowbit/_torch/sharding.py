@@ -28,6 +28,14 @@ def local_tensor(parameter: Any) -> Tensor:
     return shard
 
 
+# --- DDP --------------------------------------------------------------------------------------------------------------
+
+
+def has_comm_hook(module: Any) -> bool:
+    """Tells whether a hook, which need not average gradients over all ranks, is registered with a module of DDP."""
+    return bool(module._comm_hooks)
+
+
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_lowbit._torch.sharding import is_flattened
-from lightning_lowbit.distributed import gathered, part_of
+from lightning_lowbit.distributed import gathered, part_of, replicas_of
 from lightning_lowbit.optim.adam import ClippedAdam, weigh
 from lightning_lowbit.optim.moments import DenseMoments, FP8Momentum, Momentum
 from lightning_lowbit.optim.passes import Batch, Member, elements_at_once, rows_of
@@ -46,7 +46,7 @@ class Muon(ClippedAdam):
 
     Matrices are parameters of two dimensions whose names `adam_names` does not match, and stacks of matrices those of
     three with names in `stack_names`. Look at `matrices`: an embedding called ``net.0.weight`` is taken for one. Each
-    rank computes the directions of some of the matrices that it has a part of.
+    rank computes the directions of some of the matrices that it has a part of, or, under DDP, all of.
 
     Args:
         params: named parameters, as ``model.named_parameters()``, or groups of these. Parameters without names need
@@ -178,19 +178,20 @@ def _update(batch: Batch) -> None:
     weigh(batch, group["momentum"])
     ahead = (group["momentum"] * numbers["mean_weight"]).unbind()
     rows = [*rows_of(batch.decision())]
-    rank, ranks = (dist.get_rank(batch.groups[0]), batch.groups[0].size()) if batch.groups else (0, 1)
-    for places in _rounds(batch.members, ranks, elements_at_once(batch.device, on_cpu=0)):
+    ranks = batch.groups[0] if batch.groups else replicas_of([member.parameter for member in batch.members])
+    rank, size = (0, 1) if ranks is None else (dist.get_rank(ranks), ranks.size())
+    for places in _rounds(batch.members, size, elements_at_once(batch.device, on_cpu=0)):
         wholes = {i: gathered(batch.members[i].parameter, _direction(batch, i, rows[i], ahead[i])) for i in places}
         shares: dict[tuple[int, torch.Size], list[int]] = {}  # each rank orthogonalizes some, equal shapes in a stack
         for number, (i, whole) in enumerate(wholes.items()):
-            shares.setdefault((number * ranks // len(places), whole.shape), []).append(i)
+            shares.setdefault((number * size // len(places), whole.shape), []).append(i)
         stacks = {share: torch.stack([wholes.pop(i) for i in numbered]) for share, numbered in shares.items()}
         stacks |= {
             share: orthogonalized(stack, group["ns_steps"]) for share, stack in stacks.items() if share[0] == rank
         }
         for share, stack in stacks.items():
-            if ranks > 1:
-                dist.broadcast(stack, group=batch.groups[0], group_src=share[0])
+            if size > 1:
+                dist.broadcast(stack, group=ranks, group_src=share[0])
             for i, orthogonal in zip(shares[share], stack, strict=True):
                 _move(batch.members[i], orthogonal, rows[i], group["adjust_lr_fn"])
     numbers["steps_since_reset"] = numbers["steps_since_reset"] + numbers["taken"]

@@ -1,15 +1,18 @@
 """Single parameters on a mesh: where their elements are, and what an optimizer does with their gradients."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_sharded_as
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, Muon, StableSPAM, connect
 from lightning_lowbit.optim.moments import FP8Moments, Piece
 from lightning_lowbit.optim.passes import in_pieces
 from tests.distributed.spreads import Net, fsdp2_of_tensor_parallel, full
@@ -140,8 +143,30 @@ def matrices_of_two_shapes(mesh):
                 p.grad = draw(shape).data
             with CommDebugMode() as seen:
                 optimizer.step()
-    broadcasts = sum(count for name, count in seen.get_comm_counts().items() if "broadcast" in str(name))
-    return {"weights": [full(p) for p in parameters], "broadcasts": broadcasts}
+    return {"weights": [full(p) for p in parameters], "broadcasts": broadcasts(seen)}
+
+
+def broadcasts(seen):
+    return sum(count for name, count in seen.get_comm_counts().items() if "broadcast" in str(name))
+
+
+def matrices_under_ddp(mesh):
+    """Broadcasts in a step of Muon where gradients are the same on both ranks, and where they need not be."""
+    results = {}
+    for name in ("connected", "not connected", "hook", "no_sync"):
+        layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        model = DistributedDataParallel(layers, process_group=mesh.get_group())
+        if name == "hook":
+            model.register_comm_hook(mesh.get_group(), allreduce_hook)
+        if name != "not connected":
+            connect(model)
+        optimizer = Muon(model.parameters(), adam_names=[])
+        with model.no_sync() if name == "no_sync" else nullcontext():
+            model(torch.ones(2, 4)).sum().backward()
+            with CommDebugMode() as seen:
+                optimizer.step()
+        results[name] = broadcasts(seen)
+    return results
 
 
 COUNTED = {

@@ -21,6 +21,7 @@ from tests.distributed.parameters import (
     collectives,
     masters,
     matrices_of_two_shapes,
+    matrices_under_ddp,
     missing_gradients,
     moments_in_cut_blocks,
     partial_gradients,
@@ -134,6 +135,7 @@ def work():
         results["partial"] = partial_gradients(mesh)
         results["collectives"] = {count: collectives(mesh, count) for count in (3, 40)}
         results["matrices"] = matrices_of_two_shapes(mesh)
+        results["matrices under DDP"] = matrices_under_ddp(mesh)
         results["cut blocks"] = moments_in_cut_blocks(mesh, "fp8")
     if meshes.has((3,)):
         results["missing"] = {name: missing_gradients(meshes[3,], name) for name in MISSING}

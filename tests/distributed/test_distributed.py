@@ -111,6 +111,11 @@ def test_each_rank_orthogonalizes_stacks_of_equal_shapes(results):
         assert result["matrices"]["broadcasts"] == 3
 
 
+def test_ranks_share_the_work_under_ddp_where_their_gradients_are_the_same(results):
+    for result in taking_part(results, (2,)):
+        assert result["matrices under DDP"] == {"connected": 3, "not connected": 0, "hook": 0, "no_sync": 0}
+
+
 @each("parameters", [3, 40])
 @each("name", COUNTED)
 def test_collectives_whatever_the_number_of_parameters(results, name, parameters):

@@ -3,6 +3,7 @@
 import sys
 
 from lightning_lowbit import CrashSafeCheckpoint, WeightDecaySwitch
+from lightning_lowbit.distributed import replicas_of
 from tests.lightning_imports import Callback
 from tests.optim.ranks_lightning import Regression, plugin
 from tests.ranks import RANKS, STRATEGIES, trainer
@@ -11,6 +12,7 @@ from tests.ranks import RANKS, STRATEGIES, trainer
 RUNS = {
     "fsdp1, stable_spam": ("fsdp1", "stable_spam", list),
     "fsdp1, adaptive": ("fsdp1", "adaptive", list),
+    "ddp, muon": ("ddp", "muon", list),
     "fsdp2, muon": ("fsdp2", "muon", list),
     "fsdp2, stable_spam": ("fsdp2", "stable_spam", lambda: [WeightDecaySwitch(0.0, step=2)]),
 }
@@ -23,13 +25,19 @@ class Statistics(Callback):
         optimizer = trainer.strategy.optimizers[0]
         self.last = [list(map(float, one)) for one in optimizer.gradient_statistics().values()]
         self.decays = [group["weight_decay"] for group in optimizer.param_groups]
+        self.knows_replicas = replicas_of(optimizer.param_groups[0]["params"]) is not None
 
 
 def train(strategy, optimizer, *callbacks, ckpt_path=None):
     model, statistics = Regression(optimizer, strategy == "fsdp2"), Statistics()
     options = {"max_steps": 6, "devices": RANKS, "strategy": STRATEGIES[strategy](), "enable_checkpointing": True}
     trainer(plugin(), callbacks=[*callbacks, statistics], **options).fit(model, ckpt_path=ckpt_path)
-    return {"weights": model.whole, "statistics": statistics.last, "decays": statistics.decays}
+    return {
+        "weights": model.whole,
+        "statistics": statistics.last,
+        "decays": statistics.decays,
+        "knows replicas": statistics.knows_replicas,
+    }
 
 
 def work():

@@ -10,3 +10,4 @@ def test_weights_statistics_and_options_are_those_of_the_uninterrupted_run(tmp_p
             whole, resumed = results[name]
             assert all(map(lambda a, b: a.equal(b), whole.pop("weights"), resumed.pop("weights"))), (name, rank)
             assert str(whole) == str(resumed), (name, rank)  # which NaN equals
+            assert whole["knows replicas"] == (name == "ddp, muon"), (name, rank)
