@@ -214,14 +214,17 @@ class LinearCasts:
             return cls.preset(value)
         if not isinstance(value, Mapping):
             raise ValueError(f"Casts are a LinearCasts, a preset's name or a mapping of fields; got {value!r}.")
+        names = [f.name for f in fields(cls)]
+        for name in value:
+            choose("field of LinearCasts", name, ["preset", "backward", "every", *names])
         changes = dict(value)
         base = cls.preset(changes.pop("preset")) if "preset" in changes else cls()
         base = base.with_backward(changes.pop("backward")) if "backward" in changes else base
-        start = {f.name: getattr(base, f.name) for f in fields(cls)}
+        start = {name: getattr(base, name) for name in names}
         if "every" in changes:
             start.update(change_every(start, changes.pop("every")))
         changes = {name: apply_change(start.get(name), change) for name, change in changes.items()}
-        return from_fields(cls, "LinearCasts", {**start, **changes})
+        return cls(**{**start, **changes})
 
     def replace(self, **changes: Any) -> "LinearCasts":
         """Returns a copy with other fields; a ValueError for an unknown field, or a wrong value."""

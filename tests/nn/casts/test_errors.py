@@ -35,6 +35,7 @@ GEMMS = "LinearCasts.subtract_mean is a list of GEMMs such as .*; got "
         (of, {"preset": None}, "Unknown preset None"),
         (of, {"preset": "nvfp4", "fprop_y": None}, "Unknown field of LinearCasts 'fprop_y'. Did you"),
         (of, {1: None}, "Unknown field of LinearCasts 1"),
+        (of, {"preset": "nvfp4", "bakward": "dequantized"}, "Did you mean 'backward'"),
         (of, None, "a preset's name or a mapping of fields; got None"),
         (of, ["nvfp4"], r"a preset's name or a mapping of fields; got \['nvfp4'\]"),
         (replaced, {"fprop": None}, "Unknown field of LinearCasts 'fprop'. Did you mean 'fprop_"),
