@@ -35,15 +35,11 @@ from tests.nn.layers import identical
 RANKS, STEPS = 2, 3
 
 
-def nothing():
-    """What is done before or after a pass, by default."""
-
-
 def itself(x):
     return x
 
 
-def learn(model, wrap=itself, tokens=TOKENS, before=nothing, after=nothing):
+def learn(model, wrap=itself, tokens=TOKENS, before=lambda: None, after=lambda: None):
     """Losses and weights of a model, which is wrapped before it is called."""
     keys, called, losses = LayerKeys(model), wrap(model), []
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
