@@ -93,7 +93,6 @@ def model_of(*classes, casts="nvfp4", **kwargs):
 
 
 def products(model):
-    """The casts of attention's products, by name."""
     layers = quantized_layers(model).items()
     return {clean_name(name): str(layer.casts) for name, layer in layers if name.endswith(("qk", "pv"))}
 

@@ -207,7 +207,6 @@ def test_either_of_its_layers_alone_is_quantized(kept, skip):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("skip", [(), ("out_proj", "linear1", "linear2"), ("in_proj", "linear1", "linear2")])
 def test_compiled(autocast, skip):
-    """Results and gradients of a compiled model equal those of the model to the bit."""
     x = torch.randn(BATCH, QUERIES, WIDTH)
     model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4", skip=skip)
     keys = LayerKeys(model)

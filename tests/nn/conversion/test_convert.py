@@ -173,9 +173,7 @@ def test_conv1d():
     layer = Conv1D(6, 4)
     weight = layer.weight
     convert(layer, NVFP4)
-    assert isinstance(layer, Conv1D)
-    assert isinstance(layer, QuantizedLayer)
-    assert layer.weight is weight
+    assert isinstance(layer, Conv1D) and isinstance(layer, QuantizedLayer) and layer.weight is weight
     assert type(layer) is type(convert(Conv1D(2, 2), NVFP4)), "one class for all of them"
 
 

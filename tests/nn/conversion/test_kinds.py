@@ -147,12 +147,15 @@ def test_weights_are_rounded_to_the_dtype_of_autocast_first():
         assert torch.equal(bake(model)(X), expected), "mxfp4 is exact in bfloat16"
 
 
-def test_layers_that_share_an_amax_and_layers_on_their_way_are_baked_as_they_compute():
+def test_layers_that_share_an_amax_layers_on_their_way_and_parts_of_a_weight_are_baked_as_they_compute():
     model = convert(nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 32)}), weight_only("nvfp4"))
     SharedAmaxes(model, ["(q|k)_proj"]).measure()
     set_blend(model, 0.5)
     expected = model["k_proj"](X)
     torch.testing.assert_close(bake(model)["k_proj"](X), expected, rtol=1e-5, atol=1e-5)
+    attention, memory = convert(nn.MultiheadAttention(64, 2), weight_only("int4")), X[:4]
+    expected = attention(X, memory, memory)[0]
+    torch.testing.assert_close(bake(attention)(X, memory, memory)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_no_weight_can_hold_is_refused_and_nothing_is_changed():

@@ -102,7 +102,6 @@ def by_folding(layer, x, g):
 
 
 def passed(layer, x, autocast=False):
-    """Output and gradients of a layer, and the gradient of the output."""
     drawn = []
 
     def g(y):

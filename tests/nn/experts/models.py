@@ -52,7 +52,6 @@ def settings(name):
 
 
 def tiny(name, **changes):
-    """A causal language model of a type, with random weights."""
     first = _FIRST.get(name, "5.8")
     if Version(transformers.__version__) < Version(first):
         pytest.skip(f"{name} runs, or has stacks of experts, from transformers {first} on")

@@ -40,7 +40,6 @@ def itself(x):
 
 
 def learn(model, wrap=itself, tokens=TOKENS, before=lambda: None, after=lambda: None):
-    """Losses and weights of a model, which is wrapped before it is called."""
     keys, called, losses = LayerKeys(model), wrap(model), []
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
     for step in range(STEPS):

@@ -194,7 +194,6 @@ def units(request, within):
 
 
 def pair_of(units, casts, tokens=16, inputs=32, outputs=48):
-    """A native layer and its emulation, input and gradient."""
     original = nn.Linear(inputs, outputs)
     layer, emulated = (layer_like(original, casts, backend=backend) for backend in ("auto", "emulated"))
     assert layer.native_gemms(CPU, dtype=torch.float32) and not emulated.native_gemms(CPU), units

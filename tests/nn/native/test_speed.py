@@ -17,10 +17,8 @@ pytestmark = pytest.mark.skipif(instructions() is None, reason="the C++ kernels 
 
 
 class Clock:
-    """Says that products take these spans, again and again, and counts how often it is read.
-
-    It is read once at the start; then twice for each of three products, and once before each round.
-    """
+    """Says that products take these spans, again and again, and counts how often it is read: once at the start, then
+    twice for each of three products, and once before each round."""
 
     def __init__(self, *rounds, share=1.0):
         self.spans = itertools.chain(itertools.chain(*rounds), itertools.repeat(1.0))

@@ -147,7 +147,6 @@ class Bytes(TorchDispatchMode):
 
 
 def train(casts, before, model, ckpt_path=None, dtype="bf16", whole=False, shared=(), **kwargs):
-    """A model that has been trained, and its Trainer."""
     plugin = LowBitPrecision(casts, compute_dtype=dtype, quantize_before_gather=before, shared_amax=shared)
     network = Network(**model)
     strategy = ModelParallelStrategy(RANKS, 1, save_distributed_checkpoint=not whole)
@@ -158,7 +157,6 @@ def train(casts, before, model, ckpt_path=None, dtype="bf16", whole=False, share
 
 
 def outcome(network):
-    """All losses and weights."""
     return torch.cat([torch.stack(network.losses), *(weight.float().flatten() for weight in network.whole)])
 
 

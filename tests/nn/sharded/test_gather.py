@@ -126,8 +126,6 @@ def alone():
 
 @pytest.fixture
 def make(alone):
-    """Makes a model that one process alone shards."""
-
     def make(casts, **kwargs):
         torch.manual_seed(0)
         layers = (nn.Linear(24, 40), nn.Linear(40, 16, bias=False))
@@ -142,7 +140,6 @@ def make(alone):
 
 
 def passes(model, autocast=True):
-    """Output and gradients of the parameters."""
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
     results = pass_through(model, x, autocast=autocast, needs_x=False).values()
     return [full(tensor) for tensor in results if tensor is not None]
