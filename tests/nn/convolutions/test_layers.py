@@ -20,8 +20,6 @@ from lightning_lowbit.nn.layers.convolution import DEPTHWISE
 from tests.lightning_imports import LightningModule, quiet_trainer
 from tests.nn.layers import identical, layer_like, pass_through
 
-INT4 = Cast("int4", Scale("fp32", "row"))
-
 
 class Block(nn.Module):
     """A residual block, with groups, a strided shortcut and a transposed convolution."""
@@ -138,8 +136,9 @@ def test_watched_operands_are_patches():
 
 
 def test_a_weight_that_others_give_is_not_baked():
+    casts = LinearCasts(fprop_w=Cast("int4", Scale("fp32", "row")))
     with pytest.warns(FutureWarning):
-        layer = convert(torch.nn.utils.weight_norm(nn.Conv2d(4, 4, 3)), LinearCasts(fprop_w=INT4))
+        layer = convert(torch.nn.utils.weight_norm(nn.Conv2d(4, 4, 3)), casts)
     layer(torch.randn(1, 4, 3, 3)).sum().backward()
     assert layer.weight_g.grad is not None
     with pytest.raises(ValueError, match="computed from others"):

@@ -80,11 +80,6 @@ def test_offsets_that_fit_neither_rows_nor_experts_are_refused():
                 layer(x, wrong)
 
 
-def test_smoothing_is_refused():
-    with pytest.raises(ValueError, match="Leave the stacks out by skip"):
-        convert(stack(), LinearCasts.preset("fp8-current").replace(smooth="channel"))
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
 def test_compiled_layers_break_the_graph_once_and_compute_the_same(compiler):
     model = nn.ModuleDict({"first": nn.Linear(INNER, INNER), "experts": convert(stack(), "nvfp4")})
@@ -260,6 +255,7 @@ def test_a_grouped_gemm_that_is_wrong_is_left_with_one_warning(monkeypatch):
     "kwargs, text",
     [
         ({"grouped": "loop"}, "Unknown grouped 'loop'"),
+        ({"grouped": "auto", "casts": {"preset": "fp8-current", "smooth": "channel"}}, "Leave the stacks out by skip"),
         ({"exact": True}, "in bfloat16, and exact=True does not"),
         ({"casts": "fp8-row", "backend": "native"}, "backend='native' does not: choose one"),
         ({"casts": "fp8-blockwise"}, "fprop_x are not exact in bfloat16.*round_to_bfloat16"),

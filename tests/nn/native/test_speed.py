@@ -39,13 +39,10 @@ ROUNDS = [3.0, 8.0, 5.0], [2.0, 7.0, 6.0]
 
 
 @each("dtype", [torch.bfloat16, torch.float32])
-def test_the_shortest_time_of_each_product_counts(dtype):
+def test_the_shortest_time_of_each_product_counts_and_rounds_go_on_while_there_is_time(dtype):
     assert measure(dtype, Clock(*ROUNDS)) == Times(native=2.0, emulated=7.0, unquantized=5.0)
-
-
-def test_rounds_go_on_while_there_is_time():
     clock = Clock(*[[0.01, 0.01, 0.01]] * 100)
-    assert measure(torch.float32, clock) == pytest.approx((0.01, 0.01, 0.01, True))
+    assert measure(dtype, clock) == pytest.approx((0.01, 0.01, 0.01, True))
     assert clock.seconds == pytest.approx(0.21)
 
 
