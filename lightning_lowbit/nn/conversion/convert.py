@@ -14,7 +14,8 @@ from lightning_lowbit.nn.attention.products import casts_of_attention, check_att
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.defaults import Names, default_reasons, drop_named, mark_outputs, output_layers
+from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
+from lightning_lowbit.nn.conversion.names import Names
 from lightning_lowbit.nn.conversion.reasons import LAZY, class_reason
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.core.saving import Readers, check_save

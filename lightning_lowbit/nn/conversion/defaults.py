@@ -19,23 +19,22 @@ smallest block of the GEMM's casts, while its other side has at least four block
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_lowbit._torch import children_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.layers.composite import PARTS, PartLayer
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.registry import quantized_class
 from lightning_lowbit.patterns import clean_name, select, select_by_name
 
 _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each GEMM contracts
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts, or a block and a layer of its router
 
-ROUTER_CLASS = re.compile(r".*(Router|TopK\w*Gat(e|ing))|(Moe|MoE)\w*Gat(e|ing)|\w+(Moe|MoE)(V\d+)?Gate")
+_ROUTER_CLASS = re.compile(r".*(Router|TopK\w*Gat(e|ing))|(Moe|MoE)\w*Gat(e|ing)|\w+(Moe|MoE)(V\d+)?Gate")
 _ROUTER_IN_BLOCK = re.compile(r".*(Router(MLP)?|Gate|Gating)")  # a class
 _ROUTER = re.compile(r"(\w+_)?(router|gate)|wg")
 _SHARED_GATE = re.compile(r"shared_experts?_gate")
@@ -107,8 +106,7 @@ def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[s
     kinds: dict[Any, list[str]] = {}
     for path, module in modules.items():
         if path:
-            weights = module.named_parameters()
-            shapes = tuple((name, None if is_lazy(weight) else tuple(weight.shape)) for name, weight in weights)
+            shapes = tuple((name, _shape(weight)) for name, weight in module.named_parameters())
             kinds.setdefault((type(module), shapes), []).append(path)
     twins = {clean_name(name) for name in outputs}
     for copies in kinds.values():
@@ -118,29 +116,8 @@ def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[s
     return [name for name in names if clean_name(name) in twins]
 
 
-class Names(list[str]):
-    """Names of a model's layers, each once. ``others`` has a layer's further names; patterns match any of them."""
-
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        super().__init__(names)
-        paths: dict[int, list[str]] = {}
-        for path, module in _paths(model):
-            paths.setdefault(id(module), []).append(path)
-        self.others: dict[str, list[str]] = {}
-        for name in self:
-            owner, inside, product_name = name.rpartition(f"{PARTS}.")
-            path, ending = (owner.rstrip("."), f".{inside}{product_name}") if inside else (name, "")
-            others = [other for other in paths[id(model.get_submodule(path))] if other != path]
-            if others:
-                self.others[name] = [f"{other}{ending}".lstrip(".") for other in others]
-
-
-def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all modules by all of their names; a module within itself has none there."""
-    yield path, module
-    for name, child in children_of(module).items():
-        if child is not None and child is not module and child not in around:
-            yield from _paths(child, f"{path}.{name}".lstrip("."), (*around, module))
+def _shape(weight: Tensor) -> tuple[int, ...] | None:
+    return None if is_lazy(weight) else tuple(weight.shape)
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -228,6 +205,10 @@ def _narrow(shape: tuple[int, int], casts: LinearCasts) -> str | None:
             what = ("output", "input")[side] + "s" * (shape[side] != 1)
             return f"narrow, {shape[side]} {what} for blocks of {block}"
     return None
+
+
+def is_router_class(cls: type) -> bool:
+    return _ROUTER_CLASS.fullmatch(cls.__name__) is not None
 
 
 def _is_router(name: str, outputs: int | None, modules: Mapping[str, nn.Module]) -> bool:

@@ -10,9 +10,9 @@ from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.defaults import (
     OUTPUT,
-    ROUTER_CLASS,
     default_reasons,
     is_left_output,
+    is_router_class,
     modules_by_name,
 )
 from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
@@ -113,7 +113,7 @@ def class_reason(module: Any) -> Reason | None:
     for kind, reason in _KINDS.items():
         if isinstance(module, kind):
             return reason
-    if ROUTER_CLASS.fullmatch(cls.__name__):
+    if is_router_class(type(module)):
         return Reason("a router of experts")
     if matrices and (odd := odd_parameter(module)) is not None:
         return Reason(odd)
