@@ -195,6 +195,13 @@ def test_parameters_and_references_stay():
     Model().load_state_dict(model.state_dict())
 
 
+def test_a_layer_with_two_names_is_one_layer():
+    model = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    model["second"] = model["first"]
+    assert list(plan(model, NVFP4)) == ["first"]
+    assert type(convert(model, NVFP4)["second"]) is QuantLinear
+
+
 def test_other_casts():
     model = convert(Model(), NVFP4)
     convert(model, INT4, overrides={"lm_head": INT8}, exact=True)
