@@ -301,13 +301,11 @@ _LACKING: dict[Any, Callable[..., int]] = {
     _aten._native_multi_head_attention: _multihead,
     _aten._transformer_encoder_layer_fwd: _encoder_layer,
     _aten._grouped_mm: _grouped,
-    _aten._int_mm: lambda a, b: 2 * prod(a) * b[-1],
-    _aten._scaled_mm_v2: lambda a, b, *_: 2 * prod(a) * b[-1],  # of native GEMMs the shape before packing is counted
+    # Of native GEMMs the shape before packing is counted.
+    **dict.fromkeys((_aten._int_mm, _aten._scaled_mm_v2), lambda a, b, *_: 2 * prod(a) * b[-1]),
     _aten.convolution_backward: _convolution_backward,
-    _aten.mkldnn_rnn_layer: _rnn,
-    _aten.mkldnn_rnn_layer_backward: lambda *args: 2 * _rnn(*args),
-    _aten._cudnn_rnn: _rnn,
-    _aten._cudnn_rnn_backward: lambda *args: 2 * _rnn(*args),
+    **dict.fromkeys((_aten.mkldnn_rnn_layer, _aten._cudnn_rnn), _rnn),
+    **dict.fromkeys((_aten.mkldnn_rnn_layer_backward, _aten._cudnn_rnn_backward), lambda *args: 2 * _rnn(*args)),
     _aten.mv: lambda a, _: 2 * prod(a),
     _aten.addmv: lambda _, a, __: 2 * prod(a),
 }

@@ -103,8 +103,8 @@ def fp8_product(
     left, right = matrices
     scales = [factor for factor in factors if factor is not None]
     rows, inner, columns = len(left), len(right), right.shape[1]
-    if 0 in (rows, inner, columns):
-        return finish(_no_product(left, right, torch.float32), scales, bias, dtype)
+    if 0 in (rows, inner, columns):  # which GPUs refuse, or leave unwritten
+        return finish(left.new_zeros((rows, columns), dtype=torch.float32), scales, bias, dtype)
     # It reads rows of the left operand and columns of the right one, each contiguous.
     left, right = pad(left, 0, -inner % 16), pad(right.t(), -columns % 16, -inner % 16).t()
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
@@ -142,7 +142,7 @@ def int8_product(
     rows, inner, columns = len(left), len(right), right.shape[1]
     factors = [scale for scale in scales if scale is not None]
     if 0 in (rows, inner, columns):
-        return finish(_no_product(left, right, torch.int32), factors, bias, dtype)
+        return finish(left.new_zeros((rows, columns), dtype=torch.int32), factors, bias, dtype)
     if left.device.type == "cuda":
         left, right = pad(left, max(17 - rows, 0), -inner % 8), pad(right.t(), -columns % 8, -inner % 8).t()
     elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
@@ -150,11 +150,6 @@ def int8_product(
     with counted_as(rows, inner, columns):
         product = int_mm(left, right)[:rows, :columns]
     return finish(product, factors, bias, dtype)
-
-
-def _no_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the zeros of a product without elements, which GPUs refuse or leave unwritten."""
-    return left.new_zeros((len(left), right.shape[1]), dtype=dtype)
 
 
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:

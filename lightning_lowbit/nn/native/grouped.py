@@ -162,15 +162,9 @@ def _trials(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     stack = StackOperand(w_there)
     rows = [slice(start, end) for start, end in pairwise((0, *ends))]
     with torch.no_grad(), within_cast():
-        yield (
-            grouped_product(x_there, stack.t(), None, torch.bfloat16).float().cpu(),
-            torch.cat([x[part].float() @ w[i].float().t() for i, part in enumerate(rows)]),
-        )
-        yield (
-            grouped_product(g_there, stack, None, torch.bfloat16).float().cpu(),
-            torch.cat([g[part].float() @ w[i].float() for i, part in enumerate(rows)]),
-        )
-        yield (
-            grouped_product(g_there.t(), x_there, None, torch.bfloat16).float().cpu(),
-            torch.stack([g[part].float().t() @ x[part].float() for part in rows]),
-        )
+        for left, right, expected in (
+            (x_there, stack.t(), torch.cat([x[part].float() @ w[i].float().t() for i, part in enumerate(rows)])),
+            (g_there, stack, torch.cat([g[part].float() @ w[i].float() for i, part in enumerate(rows)])),
+            (g_there.t(), x_there, torch.stack([g[part].float().t() @ x[part].float() for part in rows])),
+        ):
+            yield grouped_product(left, right, None, torch.bfloat16).float().cpu(), expected

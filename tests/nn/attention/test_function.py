@@ -54,7 +54,6 @@ def qkv():
 
 
 def run(call, inputs, g=None):
-    """The output and all gradients."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     y = call(*leaves)
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) if g is None else g)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import IntegerPrecision, LinearCasts, convert
+from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_phase
-from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.multihead import QuantizedMultihead
 from lightning_lowbit.patterns import clean_name
@@ -208,7 +207,6 @@ def test_either_of_its_layers_alone_is_quantized(kept, skip):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("skip", [(), ("out_proj", "linear1", "linear2"), ("in_proj", "linear1", "linear2")])
 def test_compiled(autocast, skip):
-    """Results and gradients of a compiled model equal those of the model to the bit."""
     x = torch.randn(BATCH, QUERIES, WIDTH)
     model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4", skip=skip)
     keys = LayerKeys(model)
@@ -233,16 +231,6 @@ def test_phases_and_histories_of_delayed_scaling():
     assert recorded["in_proj/fprop_w"][-1] == original.in_proj_weight.abs().max()
     set_phase(model, "bf16")
     assert torch.equal(model(x, x, x)[0], original(x, x, x)[0])
-
-
-def test_weights_are_baked_unless_parts_share_a_scale():
-    x, memory = torch.randn(QUERIES, BATCH, WIDTH), torch.randn(KEYS, BATCH, WIDTH)
-    model = convert(nn.MultiheadAttention(WIDTH, HEADS), IntegerPrecision(4, activation_bits=None).casts)
-    expected = model(x, memory, memory)[0]
-    torch.testing.assert_close(bake(model)(x, memory, memory)[0], expected, rtol=1e-5, atol=1e-6)
-    one_scale = LinearCasts.preset("fp8-current").replace(fprop_x=None, dgrad_g=None, wgrad_g=None, wgrad_x=None)
-    with pytest.raises(ValueError, match="parts of its weight share scales"):
-        bake(convert(nn.MultiheadAttention(WIDTH, HEADS), one_scale, skip=["out_proj"]))
 
 
 def test_refusals():

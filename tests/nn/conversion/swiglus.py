@@ -1,7 +1,5 @@
-"""MLPs and models of them, a training step, what a pass quantizes, s by definition."""
+"""MLPs and models of them, their inputs and outputs, a training step."""
 
-import math
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -9,16 +7,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn.core.watch import observed
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
-from lightning_lowbit.quant import Operand
+from lightning_lowbit import LinearCasts
 
 KINDS = ("channel", "token")
 DELAYED = LinearCasts.preset("fp8-delayed")
 CURRENT = LinearCasts.preset("fp8-current")
-# Quantization-aware training: the backward pass takes what the forward pass used.
-QAT = LinearCasts(fprop_x=CURRENT.fprop_x, fprop_w=CURRENT.fprop_w, dgrad_w="fprop", wgrad_x="fprop")
 
 
 class MLP(nn.Module):
@@ -90,68 +83,10 @@ def output_of(model, x):
     return y if isinstance(y, Tensor) else y.logits
 
 
-def casts_by_name(model):
-    return {name: layer.casts for name, layer in quantized_layers(model).items()}
-
-
-def everything(model):
-    """What an error must leave as it was."""
-    parts = {name: value.clone() for name, value in model.state_dict().items()}
-    parts["random numbers"] = torch.get_rng_state()
-    for name, module in model.named_modules():
-        casts = (module.casts, module.full_casts) if isinstance(module, QuantizedLayer) else None
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        parts[f"module {name}"] = type(module), module.training, hooks, casts
-    return parts
-
-
-def unchanged(model, before):
-    now = everything(model)
-    assert now.keys() == before.keys()
-    for name, value in now.items():
-        same = torch.equal(value, before[name]) if isinstance(value, Tensor) else value == before[name]
-        assert same, f"{name} changed"
-
-
-@contextmanager
-def sources(lossless=False):
-    """Captures what is to be quantized, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
-    seen = []
-
-    def spy(how, source, operand, *_):
-        seen.append((how.name, source.values))
-        return Operand(source.values, source.factor) if lossless else operand
-
-    with observed(spy):
-        yield seen
-
-
-def factors(mlp, x):
-    """The s per channel that a forward pass through one MLP uses: W over what it makes of W."""
-    with sources() as seen, torch.no_grad():
-        mlp(x)
-    weight = mlp.down_proj.weight_matrix()
-    [scaled] = [tensor for name, tensor in seen if name == "fprop_w" and tensor.shape == weight.shape]
-    s = weight.detach() / scaled
-    assert (s == s[0]).all(), "the factor of a channel differs between rows of the weight"
-    return s[0]
-
-
-def only_down(mlp, casts):
-    """With smoothed channels; what enters the down projection is that of the plain MLP, and depends on no history."""
-    return convert(mlp, "bf16", overrides={"down_proj": casts}, smooth_swiglu="channel")
-
-
 def product_amax(mlp, x):
     """Largest magnitude of each channel of what enters the down projection."""
     with torch.no_grad():
         return mlp.product(x).abs().flatten(0, -2).amax(0)
-
-
-def down_power(amax):
-    """1 / amax rounded down to a power of two, 1 for 0: number by number, by logarithms in float64."""
-    powers = [2.0 ** math.floor(-math.log2(a)) if a > 0 else 1.0 for a in amax.flatten().tolist()]
-    return torch.tensor(powers, dtype=amax.dtype).view(amax.shape)
 
 
 def step(model, histories, *micro_batches):

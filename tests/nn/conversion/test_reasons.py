@@ -1,17 +1,22 @@
-"""Why modules are in high precision, and what to do: each remedy does what it says."""
+"""Why modules are in high precision, and what to do: each remedy does what it says; layers that cannot be converted,
+with complex, integer or float8 parameters, sparse ones, and computed weights; and modules with several names."""
 
+import re
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from lightning_lowbit import LinearCasts, LowBitPrecision, convert, register_linear
-from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion import reasons
 from lightning_lowbit.nn.conversion.reasons import Reason, Reasons
-from tests.precision.regression_model import Regression, trainer
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from tests.nn.conversion.test_defaults import named
+from tests.nn.passes.situations import SITUATIONS
+from tests.precision.regression_model import Regression, fitted
 from tests.tables import each
 
 
@@ -20,38 +25,12 @@ class Special(nn.Linear):
         return super().forward(input).relu()
 
 
-class Matrix(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64, 64))
-
-
-class Kernel(nn.Module):
-    """With a weight that register_linear does not take."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64, 64, 3, 3))
-
-
-class SomeTopKRouter(Matrix):
-    pass
-
-
-class SomeExperts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Parameter(torch.zeros(4, 64, 64))
-
-
-class LoRALinear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lora_A = nn.Parameter(torch.zeros(8, 64))
+def matrix(*shape):
+    return nn.Parameter(torch.zeros(shape))
 
 
 def model():
-    of_experts = nn.ModuleDict({"experts": SomeExperts(), "gate": nn.Linear(64, 4), "router": SomeTopKRouter()})
+    experts, router = named("SomeExperts", up=matrix(4, 64, 64)), named("SomeTopKRouter", weight=matrix(64, 64))
     return nn.ModuleDict(
         {
             "body": nn.Linear(64, 64),
@@ -59,11 +38,11 @@ def model():
             "later": nn.Linear(64, 64),
             "head": nn.Linear(64, 2),
             "special": Special(64, 64),
-            "matrix": Matrix(),
-            "kernel": Kernel(),
+            "matrix": named("Matrix", weight=matrix(64, 64)),
+            "kernel": named("Kernel", weight=matrix(64, 64, 3, 3)),  # which register_linear does not take
             "bilinear": nn.Bilinear(64, 64, 64),
-            "moe": of_experts,
-            "adapted": LoRALinear(),
+            "moe": nn.ModuleDict({"experts": experts, "gate": nn.Linear(64, 4), "router": router}),
+            "adapted": named("LoRALinear", lora_A=matrix(8, 64)),
             "embedding": nn.Embedding(8, 64),
             "recurrent": nn.LSTM(64, 64),
             "attention": nn.Identity(),
@@ -100,17 +79,6 @@ def test_each_module_has_its_reason():
     assert str(Reasons(model()).of("body")).startswith("not converted: a LowBitPrecision among the plugins")
 
 
-def test_lazy_layers_wait_for_a_batch_and_say_so():
-    waiting = nn.ModuleDict({"body": nn.Linear(64, 64), "lazy": nn.LazyLinear(64)})
-    why = "no weight yet: run one batch before the Trainer starts"
-    with pytest.warns(UserWarning, match=f"^lazy: {why}. It is left in high precision"):
-        convert(waiting, "nvfp4")
-    assert str(Reasons(waiting).of("lazy")) == why
-    waiting["lazy"](torch.randn(2, 64))
-    convert(waiting, "nvfp4")
-    assert Reasons(waiting).module_reason("lazy", waiting["lazy"]) is None
-
-
 @each("again", ["moe.gate", "head"])
 def test_a_layer_that_is_converted_no_more_has_the_reason_of_one_that_never_was(again):
     converted = convert(convert(model(), "nvfp4", only=[".*"]), "nvfp4")
@@ -131,7 +99,11 @@ class Registered(Special):
     pass
 
 
-class RegisteredMatrix(Matrix):
+class RegisteredMatrix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = matrix(64, 64)
+
     def forward(self, x):
         return x @ self.weight.t()
 
@@ -149,8 +121,7 @@ def within(odd, **others):
 def of_a_trainer(layer):
     model = Regression()
     model.odd = layer
-    trainer(LowBitPrecision("nvfp4", compute_dtype="fp32")).fit(model)
-    return model
+    return fitted(LowBitPrecision("nvfp4", compute_dtype="fp32"), model).lightning_module
 
 
 # What a remedy says, the module that it is for, and what is done; "odd" is quantized then.
@@ -167,7 +138,7 @@ REMEDIES = [
     ),
     (
         "nn.Linear and GroupedLinear are quantized",
-        SomeExperts,
+        lambda: named("SomeExperts", up=matrix(4, 64, 64)),
         lambda odd: convert(within(nn.ModuleList(map(linear_of, odd.up))), "nvfp4"),
     ),
     (
@@ -208,8 +179,7 @@ def test_each_remedy_does_what_it_says(remedy, make, apply):
         warnings.simplefilter("ignore")  # of lazy layers
         found = Reasons(convert(model, "nvfp4") if is_converted else model)
     assert found.of("odd").remedy == remedy
-    converted = [n for n, m in apply(model["odd"]).named_modules() if isinstance(m, QuantizedLayer)]
-    assert any(name.startswith("odd") for name in converted)
+    assert any(name.startswith("odd") for name in quantized_layers(apply(model["odd"])))
 
 
 def test_the_table_has_every_remedy():
@@ -224,3 +194,119 @@ def test_a_model_without_layers_is_told_what_it_has_instead():
     )
     with pytest.raises(ValueError, match=message):
         convert(nn.ModuleDict({"one": Special(4, 4), "two": nn.LSTM(4, 4), "three": nn.Embedding(4, 4)}), "nvfp4")
+
+
+# --- layers that conversion cannot take -------------------------------------------------------------------------------
+
+MAKE = {name: SITUATIONS[name].make for name in ("linear", "Conv1D", "convolution", "transposed", "multihead", "stack")}
+MAKE["separate"] = lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16)
+MAKE["encoder"] = lambda: nn.TransformerEncoderLayer(32, 4, 64)
+
+
+@each("kind", MAKE)
+@each("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool])
+def test_parameters_of_odd_dtypes(dtype, kind):
+    def model():
+        odd = MAKE[kind]()
+        for part in odd.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
+        return within(odd, usual=nn.Linear(32, 32))
+
+    name = "odd.self_attn" if kind == "encoder" else "odd"
+    why = rf"its \w+ is {str(dtype).removeprefix('torch.')}"
+    found = convert(model(), "nvfp4")
+    assert [*quantized_layers(found)] == ["usual"]
+    assert re.fullmatch(why, str(Reasons(found).of(name)))
+    for choice in ({"only": ["usual", name]}, {"overrides": {name: "int4"}}):
+        (argument,) = choice
+        with pytest.raises(ValueError, match=rf"^{argument}: .*{name}\S* which stays in high precision: {why}"):
+            convert(model(), "nvfp4", **choice)
+    with pytest.raises(ValueError, match=rf"holds no layer to quantize: .* \({why}\)"):
+        convert(model()["odd"], "nvfp4")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
+@each("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_weights(layout):
+    odd = nn.Linear(32, 32, bias=False)
+    odd.weight = nn.Parameter(odd.weight.detach().to_sparse(layout=layout))
+    model = convert(within(odd, usual=nn.Linear(32, 32)), "nvfp4")
+    assert [*quantized_layers(model)] == ["usual"]
+    assert str(Reasons(model).of("odd")) == f"its weight is {str(layout).removeprefix('torch.')}"
+    model["odd"](torch.randn(2, 32))
+
+
+def test_complex_layers_compute_as_before():
+    odd, x = nn.Linear(32, 32, dtype=torch.complex64), torch.randn(4, 32, dtype=torch.complex64)
+    expected = odd(x)
+    model = convert(within(odd, usual=nn.Linear(32, 32)), "nvfp4")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model["odd"](x), expected)
+
+
+COMPUTED = "its weight is computed (torch.nn.utils.parametrize)"
+
+
+@each("kind", ["linear", "Conv1D", "convolution", "transposed"])
+@each("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
+def test_computed_weights(parametrize, kind):
+    odd = parametrize(MAKE[kind]())
+    model = convert(within(odd, usual=nn.Linear(32, 32)), "nvfp4")
+    assert [*quantized_layers(model)] == ["usual"]
+    assert str(Reasons(model).of("odd")) == COMPUTED
+    with pytest.raises(ValueError, match=re.escape(f"{type(odd).__name__} ({COMPUTED}), such as 0. Layers")):
+        convert(nn.Sequential(odd), "nvfp4")
+    if kind == "linear":
+        register_linear(type(odd))  # which changes nothing
+    only = re.escape(f"only: the pattern 'odd' matches odd, which stays in high precision: {COMPUTED}")
+    with pytest.raises(ValueError, match=only):
+        convert(within(odd, usual=nn.Linear(32, 32)), "nvfp4", only=["odd"])
+
+
+class Shared(nn.Module):
+    """Holds a layer, a block and an attention twice each."""
+
+    def __init__(self):
+        super().__init__()
+        net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ModuleDict({"up": nn.Linear(32, 32)}))
+        self.alias, self.net, self.block = net[2], net, net[3]
+        self.first = self.second = nn.MultiheadAttention(32, 4)
+        self.inside = nn.Module()
+        self.inside.around = self.net
+
+
+EVERY = {"alias", "net.0", "net.3.up", "first.out_proj", "first._products.in_proj"}
+
+
+@each(
+    "pattern, matched",
+    [
+        ("alias", {"alias"}),
+        (r"net\.2", {"alias"}),
+        (r"around\.2", {"alias"}),
+        (r"net\.-2", {"alias"}),
+        ("block", {"net.3.up"}),
+        (r"block\.up", {"net.3.up"}),
+        ("second", {"first.out_proj", "first._products.in_proj"}),
+        (r"second\.in_proj", {"first._products.in_proj"}),
+        ("net", EVERY - {"first.out_proj", "first._products.in_proj"}),
+        ("inside", EVERY - {"first.out_proj", "first._products.in_proj"}),
+    ],
+)
+@each("again", [False, True])
+def test_a_pattern_matches_any_name_of_a_layer(again, pattern, matched):
+    model = convert(Shared(), "int4") if again else Shared()
+    convert(model, "nvfp4", overrides={pattern: "mxfp8"})
+    assert {name for name, layer in quantized_layers(model).items() if str(layer.casts) == "mxfp8"} == matched
+    convert(model, "nvfp4", skip=[pattern])
+    rest = {name for name, layer in quantized_layers(model).items() if not layer.casts.traits.is_empty}
+    assert rest == EVERY - matched
+
+
+def test_a_module_that_holds_itself_has_names_too():
+    model = nn.Module()
+    model.layer, model.child = nn.Linear(32, 32), nn.Module()
+    model.child.layer, model.child.parent = model.layer, model
+    convert(model, "nvfp4", only=[r"child\.layer"])
+    assert [*quantized_layers(model)] == ["layer"]

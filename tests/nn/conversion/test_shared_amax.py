@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.utils import prune
 
@@ -14,7 +13,7 @@ from lightning_lowbit import LowBitPrecision, convert
 from lightning_lowbit.distributed import parameter_amaxes
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, SharedAmaxes
 from tests.nn.layers import remember, spied, value
-from tests.precision.regression_model import Regression, trainer
+from tests.precision.regression_model import On, Regression, fitted
 from tests.tables import each
 
 CASTS = ("nvfp4", "nvfp4-4over6", "nvfp4-nvidia", "fp8-current", "fp8-delayed")
@@ -165,15 +164,14 @@ def test_all_groups_that_cannot_share_are_named():
 
 
 def test_casts_that_cannot_be_shared_are_refused_in_a_run():
-    class Change(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            with pytest.raises(ValueError, match="shared_amax: mlp.gate_proj, mlp.up_proj cannot share"):
-                trainer.precision_plugin.set_casts({"up_proj": "fp8-current"})
-            trainer.precision_plugin.set_casts({".*": "bf16"})
-            trainer.precision_plugin.set_casts({"head": "nvfp4"})
+    def change(*_):
+        with pytest.raises(ValueError, match="shared_amax: mlp.gate_proj, mlp.up_proj cannot share"):
+            plugin.set_casts({"up_proj": "fp8-current"})
+        plugin.set_casts({".*": "bf16"})
+        plugin.set_casts({"head": "nvfp4"})
 
     plugin = LowBitPrecision("nvfp4", shared_amax=["gate_proj|up_proj"])
-    trainer(plugin, callbacks=[Change()], max_steps=1).fit(Regression())
+    fitted(plugin, callbacks=[On(on_train_batch_start=change)], max_steps=1)
 
 
 def test_other_casts_are_refused_before_anything_is_converted():
@@ -181,5 +179,5 @@ def test_other_casts_are_refused_before_anything_is_converted():
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     plugin = LowBitPrecision("nvfp4", overrides={re.escape(names[0]): "fp8-current"}, shared_amax=[".*"])
     with pytest.raises(ValueError, match="their weights have other casts"):
-        trainer(plugin).fit(model)
+        fitted(plugin, model)
     assert all(type(layer) is nn.Linear for name, layer in model.named_modules() if name in names)

@@ -11,6 +11,7 @@ from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.distributed.spreads import full
+from tests.launch import refusal
 
 RANKS, CASTS = 2, "mxfp8"  # which has no scale of a whole tensor, and rounds to nearest
 
@@ -54,8 +55,5 @@ def work():
     spread = sharded()
     found["fsdp2"] = gradients(spread, images[rank : rank + 1])
     found["converted"] = sum(isinstance(m, QuantizedConvolution) for m in spread.modules())
-    try:
-        WeightGathers(sharded(), torch.float64, {"first": LinearCasts.preset("int8")})
-    except ValueError as error:
-        found["gathers"] = str(error)
+    found["gathers"] = refusal(WeightGathers, sharded(), torch.float64, {"first": LinearCasts.preset("int8")})
     return found

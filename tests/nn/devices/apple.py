@@ -102,7 +102,6 @@ KINDS = {
     "experts": (lambda **where: GroupedLinear(3, 64, 48, **where), (40, 64), ([5, 5, 40],)),
     "attention": (Attention, (2, 2, 16, 32), ()),
 }
-OF_ATTENTION = ("nvfp4", "mxfp8", "fp8-current", "int8")
 SETTINGS = [{}, {"save": "codes"}, {"what": "operand_sums"}, {"what": "gradient_sums"}]
 
 
@@ -136,7 +135,7 @@ def results(casts, kind, dtype, device, save="inputs", what=None):
 
 def has_settings(name, kind, settings):
     """Whether a step with these settings differs from others."""
-    if kind == "attention" and name not in OF_ATTENTION:
+    if kind == "attention" and name not in ("nvfp4", "mxfp8", "fp8-current", "int8"):
         return False
     packs = PRESETS[name]().traits.coded is not None
     return not settings or (kind == "linear" and name != "bf16" and (settings.get("save") != "codes" or packs))

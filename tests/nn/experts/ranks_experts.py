@@ -35,16 +35,11 @@ from tests.nn.layers import identical
 RANKS, STEPS = 2, 3
 
 
-def nothing():
-    """What is done before or after a pass, by default."""
-
-
 def itself(x):
     return x
 
 
-def learn(model, wrap=itself, tokens=TOKENS, before=nothing, after=nothing):
-    """Losses and weights of a model, which is wrapped before it is called."""
+def learn(model, wrap=itself, tokens=TOKENS, before=lambda: None, after=lambda: None):
     keys, called, losses = LayerKeys(model), wrap(model), []
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
     for step in range(STEPS):

@@ -19,7 +19,6 @@ def stack(bias=True):
 
 
 def loop(of):
-    """A linear layer for each expert."""
     layers = nn.ModuleList(nn.Linear(INNER, OUT, bias=of.bias is not None) for _ in range(EXPERTS))
     for i, layer in enumerate(layers):
         layer.load_state_dict({name: parameter[i] for name, parameter in of.state_dict().items()})

@@ -5,16 +5,23 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, PrecisionSummary, QuantizationMonitor, convert
+from lightning_lowbit.callbacks.layer_table import layer_table
+from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.nn import GemmCounter, LayerKeys
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.experts import RoutedExperts
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.patterns import clean_name
-from tests.nn.experts.models import CHOSEN, EXPERTS, IDENTITIES, MODELS, expert_matrices, logits, tiny
+from recipes.models import CausalLM
+from tests.lightning_imports import LightningModule
+from tests.nn.experts.models import CHOSEN, EXPERTS, IDENTITIES, MODELS, expert_matrices, logits, settings, tiny
 from tests.nn.layers import identical
+from tests.precision.regression_model import fitted
+from tests.tables import each
 
 FAST = "olmoe", "gpt_oss", "llama4_text", "jetmoe", "dbrx", "longcat_flash"
 
@@ -77,18 +84,12 @@ def test_products_of_experts_are_quantized_and_counted(name):
         assert all(counter.gemms[stack, gemm] > 0 for gemm in ("fprop", "dgrad", "wgrad"))
         gradient = layer.own_parameters()[0].grad
         assert gradient.isfinite().all() and gradient.any()
+    if name == "olmoe":  # of the experts that tokens choose alone
+        tokens, hidden, intermediate = 16, 64, 32
+        flops = 2 * tokens * CHOSEN * hidden * 2 * intermediate
+        assert counter.gemms["model.layers.0.mlp.experts.gate_up_proj", "fprop"] == flops
     uncovered = counter.coverage().uncovered
     assert not any(name.rpartition(".")[2].startswith("expert") for name in uncovered)  # gates are another thing
-
-
-def test_flops_are_those_of_the_experts_that_tokens_choose():
-    model = convert(tiny("mixtral"), "nvfp4")
-    LayerKeys(model).fill_(0)
-    with GemmCounter(model) as counter:
-        logits(model)
-    tokens, hidden, intermediate = 16, 64, 32
-    flops = counter.gemms["model.layers.0.mlp.experts.gate_up_proj", "fprop"]
-    assert flops == 2 * tokens * CHOSEN * hidden * 2 * intermediate
 
 
 def test_results_of_a_token_do_not_depend_on_other_tokens_with_scales_of_their_rows():
@@ -177,3 +178,67 @@ def test_a_module_waits_for_the_device_once(monkeypatch):
     x, chosen, weights = inputs(host)
     host(x.requires_grad_(), chosen, weights).sum().backward()
     assert waits == [(EXPERTS,)]
+
+
+# --- under a precision plugin: what is estimated, shown, measured, saved and resumed ----------------------------------
+
+STACK = "model.model.layers.0.mlp.experts.down_proj"
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = tiny("olmoe", num_hidden_layers=1)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(self.global_step)
+        tokens = torch.randint(0, 64, (2, 9))
+        found = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(found.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(range(8))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+def test_summaries_coverage_and_monitors_know_the_experts():
+    model, monitor, summary = Model(), QuantizationMonitor(underflow_limit=1.0), PrecisionSummary(quiet=True)
+    plugin = FP4Precision("nvfp4", quantize_output=True)
+    run = fitted(plugin, model, callbacks=[summary, monitor], log_every_n_steps=1)
+    rows = {row[0]: row for row in layer_table(model).rows}
+    assert rows[STACK][1:4] == ["GroupedProduct", "4 × (32 → 64)", "8.19 k"]
+    assert rows[STACK][4] == "nvfp4"
+    assert summary.coverage().share > 0.9
+    assert monitor.report_data(run)["quantized_operands"]["layers"][STACK]["wgrad_g"]["sqnr"] > 5
+
+
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
+def test_runs_go_on_from_checkpoints(tmp_path):
+    makers = [lambda: FP4Precision("nvfp4", quantize_output=True), lambda: FP8Precision("delayed")]
+    for number, make in enumerate(makers):
+        path, whole, half, rest = tmp_path / f"{number}.ckpt", Model(), Model(), Model()
+        fitted(make(), whole, limit_train_batches=4, max_steps=4)
+        fitted(make(), half, limit_train_batches=4, max_steps=2).save_checkpoint(path)
+        fitted(make(), rest, path, limit_train_batches=4, max_steps=4)
+        assert half.losses + rest.losses == whole.losses
+        state = torch.load(path, weights_only=True)
+        assert {*state["state_dict"]} == {*Model().state_dict()}
+        if number == 1:
+            assert f"{STACK}/fprop_x" in state["lightning_lowbit"]["amax_history"]
+
+
+@each(("name", "rows"), [("olmoe", CHOSEN), ("jetmoe", CHOSEN), ("llama4_text", EXPERTS)])
+def test_estimates_count_the_rows_that_a_token_makes(name, rows):
+    with torch.device("meta"):
+        model = CausalLM(name, settings(name))
+    found, _ = describe(model, FP4Precision("nvfp4", skip=["lm_head"]))
+    stacks = [layer for layer in found.layers if layer.rows > 1]
+    sizes = {tuple(sorted(p.shape[1:])) for p in model.parameters() if p.dim() == 3}
+    assert {tuple(sorted((each.out_features, each.in_features))) for each in stacks} == sizes
+    assert {layer.rows for layer in stacks} == {rows}
+    assert all(arithmetic == "fp4" for layer in stacks for arithmetic in layer.arithmetic.values())

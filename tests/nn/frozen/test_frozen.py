@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, LinearCasts, convert, pack_frozen, unpack_frozen
-from lightning_lowbit._lightning import LightningModule
 from lightning_lowbit.nn import PRESETS, LayerKeys, SharedAmaxes, set_phase
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.state import LayerState
-from tests.lightning_imports import quiet_trainer
 from tests.nn.layers import pass_through
+from tests.precision.regression_model import Regression, fitted
 
 
 def frozen_model():
@@ -44,11 +43,13 @@ def test_equals_matrices_to_the_bit():
                 assert torch.equal(dx, gradient), (name, dtype)
 
 
-def test_a_cast_of_dgrad_quantizes_the_quantized_weight():
-    packed = pack_frozen(frozen_model(), "nvfp4")
-    matrices = unpack_frozen(copy.deepcopy(packed))  # NVFP4 of a bfloat16 tensor that is NVFP4 has the same bits
-    for ours, reference in zip(passed(packed), passed(matrices), strict=True):
-        assert torch.equal(ours, reference)
+def test_passes_are_those_of_the_quantized_matrices():
+    """Of a cast of dgrad, too: NVFP4 of a bfloat16 tensor that is NVFP4 has the same bits; and in high precision."""
+    for phase, dtype in (("fqt", torch.bfloat16), ("bf16", torch.float32)):
+        packed = pack_frozen(frozen_model(), "nvfp4", dtype=dtype)
+        set_phase(packed, phase)
+        results = (passed(model, phase == "fqt") for model in (packed, unpack_frozen(copy.deepcopy(packed))))
+        assert all(map(torch.equal, *results)), phase
 
 
 def test_the_backward_pass_keeps_the_bytes():
@@ -58,14 +59,6 @@ def test_the_backward_pass_keeps_the_bytes():
     assert model[0].weight.dtype == torch.uint8 and model[0].weight.numel() < 0.6 * 96 * 64
     assert not [t for t in kept if t.shape in ((64, 96), (96, 64))]
     assert any(t.data_ptr() == model[0].weight.data_ptr() for t in kept)
-
-
-def test_a_phase_in_high_precision_computes_with_the_quantized_weights():
-    model = pack_frozen(frozen_model(), "nvfp4", dtype=torch.float32)
-    set_phase(model, "bf16")
-    y, dx = passed(model, autocast=False)
-    expected, gradient = passed(unpack_frozen(model), autocast=False)
-    assert torch.equal(y, expected) and torch.equal(dx, gradient)
 
 
 def test_a_state_dict_loads_as_bytes_and_as_matrices():
@@ -102,10 +95,7 @@ def test_refusals_change_nothing():
         (lambda: pack_frozen(packed, "nvfp4", dtype=torch.float32), is_packed),
         (lambda: SharedAmaxes(pack_frozen(projections(), "nvfp4"), ["q|k"]), "q, k cannot .* kept as codes"),
         (lambda: pack_frozen(sharing, "nvfp4"), "shares an amax"),
-        (
-            lambda: pack_frozen(several_products(), "nvfp4"),
-            r"1\.in_proj: MultiheadAttention does not keep",
-        ),
+        (lambda: pack_frozen(several_products(), "nvfp4"), r"1\.in_proj: MultiheadAttention does not keep"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -115,21 +105,14 @@ def test_refusals_change_nothing():
     assert not quantized_layers(pack_frozen(several_products(), "nvfp4", skip=["1"])[1])
 
 
-def test_only_frozen_weights_are_packed():
-    model = frozen_model()
-    model[2].weight.requires_grad_(True)
-    pack_frozen(model, "nvfp4")
-    assert model[0].lowbit.frozen is not None
-    assert type(model[2]) is nn.Linear
-
-
-def test_settings_of_other_layers_stay():
-    model = nn.Sequential(nn.Linear(32, 32), frozen_model())
+def test_only_frozen_weights_are_packed_and_settings_of_other_layers_stay():
+    model = nn.Sequential(nn.Linear(32, 32), frozen_model(), nn.Linear(32, 32))
     convert(model[0], "mxfp8", exact=True, save="codes")
     before = copy.copy(model[0].lowbit)
     pack_frozen(model, "nvfp4")
     assert all(getattr(model[0].lowbit, name) == getattr(before, name) for name in LayerState.__slots__)
     assert model[1][0].lowbit.frozen is not None
+    assert type(model[2]) is nn.Linear
 
 
 def test_the_dtype_of_the_computation_may_be_another():
@@ -140,38 +123,16 @@ def test_the_dtype_of_the_computation_may_be_another():
         assert y.dtype == torch.float32 and y.isfinite().all() and dx.isfinite().all(), phase
 
 
-class Adapted(LightningModule):
-    """A frozen network with a trained matrix beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = pack_frozen(frozen_model(), "nvfp4-nvidia")
-        torch.manual_seed(2)
-        self.adapter = nn.Parameter(torch.randn(96, 80) / 100)
-
-    def training_step(self, batch, index):
-        x = torch.randn(16, 96, generator=torch.Generator().manual_seed(self.global_step))
-        return (self.network(x) + x @ self.adapter).square().mean()
-
-    def train_dataloader(self):
-        return torch.zeros(3, 1)  # an epoch ends where the first run does
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def trained(tmp_path, steps, resume=None):
-    trainer = quiet_trainer(FP4Precision("nvfp4-nvidia"), max_steps=steps, default_root_dir=tmp_path)
-    model = Adapted()
-    trainer.fit(model, ckpt_path=resume)
-    return trainer, model
-
-
 def test_training_resumes_to_the_bit(tmp_path):
-    _, whole = trained(tmp_path, 6)
-    trainer, _ = trained(tmp_path, 3)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    _, resumed = trained(tmp_path, 6, tmp_path / "half.ckpt")
-    assert resumed.network[0].weight.dtype == torch.uint8
-    assert torch.equal(resumed.adapter, whole.adapter)
-    assert not torch.equal(whole.adapter, Adapted().adapter)
+    def trained(steps, resume=None):
+        model = Regression()
+        model.mlp.requires_grad_(False)
+        pack_frozen(model, "nvfp4-nvidia")
+        return fitted(FP4Precision("nvfp4-nvidia"), model, resume, max_steps=steps)
+
+    whole, half = trained(4).lightning_module, trained(2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = trained(4, tmp_path / "half.ckpt").lightning_module
+    assert resumed.mlp.up_proj.weight.dtype == torch.uint8
+    assert torch.equal(resumed.first.weight, whole.first.weight)
+    assert not torch.equal(whole.first.weight, half.lightning_module.first.weight)

@@ -56,15 +56,13 @@ LAYERS = {
 def native_calls(monkeypatch):
     """Sizes of the native GEMMs."""
     calls = []
-    original = torch._int_mm
 
     def spy(left, right):
         calls.append((*left.shape, right.shape[1]))
-        return original(left, right)
+        return torch._int_mm(left, right)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("lightning_lowbit.nn.native.gemms.int_mm", spy)
-        yield calls
+    monkeypatch.setattr("lightning_lowbit.nn.native.gemms.int_mm", spy)
+    return calls
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -257,9 +255,7 @@ def test_one_byte_per_element_is_kept_for_the_backward_pass(backend, wanted):
     kept = []
     layer = layer_like(nn.Linear(64, 48, dtype=torch.bfloat16), "ternary", backend=backend)
     x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         layer(x)
     sizes = {tuple(tensor.shape): tensor.dtype for tensor in kept if tensor.numel() > 8}
     assert sizes == {(8, 64): wanted, (48, 64): wanted}, f"kept are {[(t.shape, t.dtype) for t in kept]}"

@@ -34,8 +34,11 @@ def test_scales_lie_where_the_formula_says():
         assert int(flat.long().sum()) == int(scales.long().sum()), "the padding is not zero"
 
 
-def test_scales_equal_torchao():
+def test_scales_and_codes_equal_torchao():
     blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+    pack = pytest.importorskip("torchao.prototype.mx_formats.kernels").pack_uint4
+    codes = torch.randint(0, 16, (6, 32), dtype=torch.uint8)
+    assert torch.equal(pack_codes(codes), pack(codes))
     for rows, columns in ((128, 4), (129, 5), (40, 9)):
         scales = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
         assert torch.equal(swizzle(scales), blocked(scales).flatten())
@@ -56,24 +59,15 @@ def test_codes_equal_compressed_tensors():
     assert torch.equal(pack_codes(codes), module.pack_fp4_to_uint8(values))
 
 
-def test_codes_equal_torchao():
-    pack = pytest.importorskip("torchao.prototype.mx_formats.kernels").pack_uint4
-    codes = torch.randint(0, 16, (6, 32), dtype=torch.uint8)
-    assert torch.equal(pack_codes(codes), pack(codes))
-
-
 def test_scales_of_128_have_the_rows_first():
     for shape in ((1, 1), (5, 1), (1, 5), (7, 3)):
         scales = torch.randn(shape)
         assert torch.equal(outer_major(scales), scales)
         assert outer_major(scales).stride() == (1, shape[0])
-
-
-def test_operands_of_fp8_have_the_scales_that_gemms_read():
     for dim in (0, 1):
         for x in (torch.randn(256, 384), torch.randn(384, 256).t()):
             scales = block_operand(x, Cast("e4m3", Scale("fp32", 128)), "fp8-blockwise", dim).scales
-            assert outer_major(scales).data_ptr() == scales.data_ptr()
+            assert outer_major(scales).data_ptr() == scales.data_ptr(), "operands have them as GEMMs read them"
 
 
 def decoded(kind, cast, x, dim, key):

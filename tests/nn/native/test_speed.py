@@ -17,10 +17,8 @@ pytestmark = pytest.mark.skipif(instructions() is None, reason="the C++ kernels 
 
 
 class Clock:
-    """Says that products take these spans, again and again, and counts how often it is read.
-
-    It is read once at the start; then twice for each of three products, and once before each round.
-    """
+    """Says that products take these spans, again and again, and counts how often it is read: once at the start, then
+    twice for each of three products, and once before each round."""
 
     def __init__(self, *rounds, share=1.0):
         self.spans = itertools.chain(itertools.chain(*rounds), itertools.repeat(1.0))
@@ -28,32 +26,23 @@ class Clock:
 
     def __call__(self):
         self.reads += 1
-        if self.reads > 1 and self._is_stop():
+        place = self.reads - 2  # reads 2 to 13 are of the two rounds that come whatever the time is; then one tells it
+        place = place % 6 if place < 12 else (place - 12) % 7 - 1
+        if self.reads > 1 and place in (1, 3, 5):
             span = next(self.spans)
             self.seconds += span
             self.computed += span * self.share
         return self.seconds, self.computed
-
-    def _is_stop(self):
-        return self._place() in (1, 3, 5)
-
-    def _place(self):
-        """Reads 2 to 13 are of the two rounds that come whatever the time is; then one tells the time."""
-        place = self.reads - 2
-        return place % 6 if place < 12 else (place - 12) % 7 - 1
 
 
 ROUNDS = [3.0, 8.0, 5.0], [2.0, 7.0, 6.0]
 
 
 @each("dtype", [torch.bfloat16, torch.float32])
-def test_the_shortest_time_of_each_product_counts(dtype):
+def test_the_shortest_time_of_each_product_counts_and_rounds_go_on_while_there_is_time(dtype):
     assert measure(dtype, Clock(*ROUNDS)) == Times(native=2.0, emulated=7.0, unquantized=5.0)
-
-
-def test_rounds_go_on_while_there_is_time():
     clock = Clock(*[[0.01, 0.01, 0.01]] * 100)
-    assert measure(torch.float32, clock) == pytest.approx((0.01, 0.01, 0.01, True))
+    assert measure(dtype, clock) == pytest.approx((0.01, 0.01, 0.01, True))
     assert clock.seconds == pytest.approx(0.21)
 
 
@@ -133,19 +122,13 @@ def test_words():
     assert "times" not in busy and "backend='emulated'" not in busy
 
 
-def test_there_is_no_speed_where_codes_are_not_multiplied():
-    def no(dtype):
-        pytest.fail(f"{dtype} is measured")
-
-    with times_from(no):
+def test_a_source_of_times_stands_for_the_measurement_where_codes_are_multiplied():
+    asked = []
+    with times_from(lambda dtype: asked.append(dtype) or Times(1.0, 2.0, 3.0)):
         assert cpu_speed(torch.float16) is None
         with backend("eager"):
             assert cpu_speed(torch.float32) is None
-
-
-def test_a_source_of_times_stands_for_the_measurement():
-    asked = []
-    with times_from(lambda dtype: asked.append(dtype) or Times(1.0, 2.0, 3.0)):
+        assert not asked
         assert cpu_speed(torch.float32) == Speed(instructions(), 1, torch.float32, Times(1.0, 2.0, 3.0))
     assert asked == [torch.float32]
     assert cpu_speed(torch.float32).times != Times(1.0, 2.0, 3.0), "the context has ended"

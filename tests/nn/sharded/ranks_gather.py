@@ -28,7 +28,7 @@ from tests.ranks import Regression
 RANKS, STEPS = 2, 3
 
 NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-ROWS = Cast("e4m3", Scale("fp32", "row"))
+ROWS, RANDOM = Cast("e4m3", Scale("fp32", "row")), NVFP4.replace(scale={"rounding": "stochastic"})
 
 # By name, casts under which the weights are gathered in few bits.
 CASTS = {
@@ -42,11 +42,7 @@ CASTS = {
     "rows": {"preset": "fp8-row", "fprop_w": ROWS, "dgrad_w": "fprop"},
     "stochastic": {"preset": "nvfp4", "fprop_w": NVFP4.replace(rounding="stochastic"), "dgrad_w": "fprop"},
     "quantized again": {"preset": "nvfp4", "requantize": ["dgrad_w"]},
-    "random scales": {
-        "preset": "nvfp4",
-        "fprop_w": NVFP4.replace(scale={"rounding": "stochastic"}),
-        "dgrad_w": "fprop",
-    },
+    "random scales": {"preset": "nvfp4", "fprop_w": RANDOM, "dgrad_w": "fprop"},
     "scales in bf16": {"fprop_w": Cast("int4", Scale("bf16", 8)), "dgrad_w": "fprop"},
     "mean magnitudes of rows": {"fprop_w": Cast("int2", Scale("fp32", "row", statistic="absmean")), "dgrad_w": "fprop"},
 }
@@ -151,7 +147,6 @@ class Bytes(TorchDispatchMode):
 
 
 def train(casts, before, model, ckpt_path=None, dtype="bf16", whole=False, shared=(), **kwargs):
-    """A model that has been trained, and its Trainer."""
     plugin = LowBitPrecision(casts, compute_dtype=dtype, quantize_before_gather=before, shared_amax=shared)
     network = Network(**model)
     strategy = ModelParallelStrategy(RANKS, 1, save_distributed_checkpoint=not whole)
@@ -162,7 +157,6 @@ def train(casts, before, model, ckpt_path=None, dtype="bf16", whole=False, share
 
 
 def outcome(network):
-    """All losses and weights."""
     return torch.cat([torch.stack(network.losses), *(weight.float().flatten() for weight in network.whole)])
 
 
@@ -203,15 +197,12 @@ RUNS = {
 def compare(name):
     """A run in both ways: what came out, and the bytes of all-gathers."""
     casts, model, how = RUNS[name]
-    found = {"bytes": [], "calls": []}
-    outcomes = []
-    for before in (False, True):
-        with Bytes() as counted:
-            network, _ = train(CASTS[casts], before, model, **how)
-        outcomes.append(outcome(network))
-        found["bytes"].append(counted.gathered)
-        found["calls"].append(counted.calls)
-    return found | {"same": torch.equal(*outcomes), "finite": bool(outcomes[0].isfinite().all())}
+    outcomes, counts = [], (Bytes(), Bytes())
+    for before, count in zip((False, True), counts, strict=True):
+        with count:
+            outcomes.append(outcome(train(CASTS[casts], before, model, **how)[0]))
+    seen = {"bytes": [count.gathered for count in counts], "calls": [count.calls for count in counts]}
+    return seen | {"same": torch.equal(*outcomes), "finite": bool(outcomes[0].isfinite().all())}
 
 
 def resumed(whole):

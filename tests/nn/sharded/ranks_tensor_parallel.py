@@ -31,7 +31,19 @@ CUT = {"column": {"w": 0, "g": 1}, "row": {"x": 1, "w": 1}}
 # Scales of tensors and rows alone: any size will do, also one of which some processes get less, or nothing. DTensor
 # itself asks for even parts where they are handed over, so that all are given the whole x.
 UNEVEN = ("fp8-current", "rows", "ternary", "rows, powers of two", "channels")
-SIZES = {"even": (256, 256), "uneven": (7, 5), "empty": (1, 1)}
+SIZES = {"uneven": (7, 5), "empty": (1, 1)}
+
+# By name: casts, style, sizes, and whether it is converted before it is cut, and runs under autocast.
+RUNS = {
+    f"{name}, {style}": (casts, style, (256, 256), number % 2 == 0, number % 5 == 0)
+    for number, (name, casts) in enumerate(CASTS.items())
+    for style in STYLES
+} | {
+    f"{name}, {style}, {size}": (CASTS[name], style, sizes, True, False)
+    for size, sizes in SIZES.items()
+    for name in UNEVEN
+    for style in STYLES
+}
 
 
 def part(tensor, dim):
@@ -172,18 +184,9 @@ def plain_input():
 
 @backend("cpp")
 def work():
-    runs = {}
-    for number, (name, casts) in enumerate(CASTS.items()):
-        for style in STYLES:
-            runs[f"{name}, {style}"] = casts, style, SIZES["even"], number % 2 == 0, number % 5 == 0
-    for size in ("uneven", "empty"):
-        for name in UNEVEN:
-            casts = CASTS[name] if name in CASTS else LinearCasts.preset(name)
-            for style in STYLES:
-                runs[f"{name}, {style}, {size}"] = casts, style, SIZES[size], True, False
     rotated = LinearCasts.preset("fp8-current").replace(hadamard={"fprop": 64})
     return {
-        "differences": {case: differences(*runs[case]) for case in sys.argv[3:] if case in runs},
+        "differences": {case: differences(*RUNS[case]) for case in sys.argv[3:] if case in RUNS},
         "compiled": compiled() if "compiled" in sys.argv[3:] else {},
         "refused": {
             "blocks": refusal(run_parallel, (80, 64), "row", "nvfp4"),

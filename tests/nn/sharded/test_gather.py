@@ -124,38 +124,38 @@ def alone():
     dist.destroy_process_group()
 
 
-def make(casts, **kwargs):
-    torch.manual_seed(0)
-    layers = (nn.Linear(24, 40), nn.Linear(40, 16, bias=False))
-    model = nn.Sequential(*(nn.Sequential(layer, nn.SiLU()) for layer in layers))
-    for part in (*model, model):
-        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
-    convert(model, casts, **kwargs)
-    LayerKeys(model, 1).fill_(3)
-    return model
+@pytest.fixture
+def make(alone):
+    def make(casts, **kwargs):
+        torch.manual_seed(0)
+        layers = (nn.Linear(24, 40), nn.Linear(40, 16, bias=False))
+        model = nn.Sequential(*(nn.Sequential(layer, nn.SiLU()) for layer in layers))
+        for part in (*model, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        convert(model, casts, **kwargs)
+        LayerKeys(model, 1).fill_(3)
+        return model
+
+    return make
 
 
 def passes(model, autocast=True):
-    """Output and gradients of the parameters."""
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
     results = pass_through(model, x, autocast=autocast, needs_x=False).values()
     return [full(tensor) for tensor in results if tensor is not None]
 
 
 @pytest.mark.pairwise(1)
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASTS if name not in ("fp8-delayed", "nvfp4-nvidia")])
-def test_one_process_has_nothing_to_send(name, exact):
+def test_one_process_has_nothing_to_send(make, name, exact):
     model = make(CASTS[name], exact=exact)
-    gathers = WeightGathers(model, torch.bfloat16)
-    gathers.prepare()
+    WeightGathers(model, torch.bfloat16).prepare()
     assert all(map(torch.equal, passes(model), passes(make(CASTS[name], exact=exact))))
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dgrad_g, is_sent", [("int8", True), (None, False)])
-def test_codes_that_only_one_of_two_gemms_could_take_are_not_sent(dgrad_g, is_sent):
+def test_codes_that_only_one_of_two_gemms_could_take_are_not_sent(make, dgrad_g, is_sent):
     of_tensors = {"element": "int8", "scale": {"format": "fp32", "block": "tensor"}}
     casts = dict.fromkeys(("fprop_x", "fprop_w", "dgrad_w"), of_tensors)
     casts["dgrad_g"] = None if dgrad_g is None else of_tensors
@@ -167,9 +167,8 @@ def test_codes_that_only_one_of_two_gemms_could_take_are_not_sent(dgrad_g, is_se
     assert [layer.lowbit.prequantized_weight is not None for layer in layers] == [is_sent] * 2
 
 
-@pytest.mark.usefixtures("alone")
 @each("change", ["nan", "inf"])
-def test_what_is_not_finite_shows(change):
+def test_what_is_not_finite_shows(make, change):
     outcomes = []
     for before in (False, True):
         model = make("fp8-current")
@@ -196,7 +195,6 @@ def test_calls_of_one_layer_share_the_weight_that_was_gathered():
     assert all(map(torch.equal, *outcomes))
 
 
-@pytest.mark.usefixtures("alone")
 @each(
     "casts, autocast, message",
     [
@@ -204,17 +202,16 @@ def test_calls_of_one_layer_share_the_weight_that_was_gathered():
         ("fp8-delayed", True, "Delayed scaling needs histories"),
     ],
 )
-def test_passes_that_cannot_be_computed_are_refused(casts, autocast, message):
+def test_passes_that_cannot_be_computed_are_refused(make, casts, autocast, message):
     model = make(casts)
     WeightGathers(model, torch.bfloat16).prepare()
     with pytest.raises(ValueError, match=message):
         passes(model, autocast=autocast)
 
 
-@pytest.mark.usefixtures("alone")
 # Dynamo of torch 2.13 asks for it, of any weight that FSDP2 gathers.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
-def test_compiled_layers_take_what_was_gathered():
+def test_compiled_layers_take_what_was_gathered(make):
     model, twin = make(CASTS["stochastic"]), make(CASTS["stochastic"])
     WeightGathers(model, torch.bfloat16).prepare()
     for layer in model:
@@ -223,8 +220,7 @@ def test_compiled_layers_take_what_was_gathered():
         assert all(map(torch.equal, passes(model), passes(twin)))
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_model_is_let_go():
+def test_a_model_is_let_go(make):
     model = make("fp8-current")
     expected = passes(model)
     for _ in range(2):
@@ -258,9 +254,8 @@ def load(model, assign=False):
     model.load_state_dict({name: 3 * value for name, value in model.state_dict().items()}, assign=assign)
 
 
-@pytest.mark.usefixtures("alone")
 @each("change", [multiply, multiply_data, optimize, load, partial(load, assign=True)])
-def test_changed_weights_are_measured_anew(change):
+def test_changed_weights_are_measured_anew(make, change):
     """Also within one step, that is without `prepare`, where a version tells."""
     model, twin = make("fp8-current"), make("fp8-current")
     gathers = WeightGathers(model, torch.bfloat16)

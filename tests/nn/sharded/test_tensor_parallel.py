@@ -13,16 +13,13 @@ from lightning_lowbit.nn.core.parallel import Shards
 from lightning_lowbit.quant.shard import Shard
 from tests.launch import launch
 from tests.nn.named_casts import CASTS
-from tests.nn.sharded.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
+from tests.nn.sharded.ranks_tensor_parallel import RANKS, RUNS, SIZES, STYLES
 from tests.pairwise import selected
 from tests.tables import each
 
-CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
-CASES += [f"{name}, {style}, {size}" for size in SIZES if size != "even" for name in UNEVEN for style in STYLES]
-
 # Fast is every third preset, cut either way by turns, and all that is uneven.
 FAST = [f"{name}, {style}" for name, style in zip([n for n in CASTS if n in PRESETS][::3], cycle(STYLES), strict=False)]
-FAST += [case for case in CASES if case.rpartition(", ")[2] in SIZES]
+FAST += [case for case in RUNS if case.rpartition(", ")[2] in SIZES]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +29,7 @@ def ranks(request, tmp_path_factory):
 
 
 @pytest.mark.fast(*FAST)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUNS)
 def test_parts_are_those_of_the_whole(ranks, case):
     for rank, results in enumerate(ranks):
         assert results["differences"][case] == [], f"rank {rank} differs"

@@ -14,26 +14,13 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import compilation
 from lightning_lowbit.nn import GemmCounter, set_phase
-from tests.nn.conversion.coverage.flops import (
-    BACKWARD,
-    BATCH,
-    HADAMARD,
-    HEADS,
-    MEANS,
-    NVFP4,
-    TOKENS,
-    WIDTH,
-    Applied,
-    assert_counted,
-    backward,
-    count,
-    gemm,
-    layer,
-    low_bit,
-    tower,
-    x_of,
-)
+from tests.nn.conversion.flops import TOKENS, WIDTH, Applied, assert_counted, backward, count, gemm, layer, low_bit
+from tests.nn.named_casts import ALL_MEANS, ALL_ROTATED, NVFP4
 from tests.tables import each
+
+
+def tower(inputs, hidden, outputs=4):
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
 @each("phase", ["fqt", "bf16"])
@@ -43,7 +30,7 @@ def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
     model = low_bit(nn.Linear(WIDTH, 8))
     set_phase(model, phase)
     model.weight.requires_grad_(needs_w)
-    x = x_of(TOKENS, WIDTH, grad=needs_x)
+    x = torch.randn(TOKENS, WIDTH, requires_grad=needs_x)
     with GemmCounter(nn.Sequential(model)) as counter:
         backward(model(x))
     without = [name for name, needed in (("dgrad", needs_x), ("wgrad", needs_w)) if not needed]
@@ -52,29 +39,25 @@ def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
 
 
 def test_a_layer_called_twice():
-    counter = count(
-        low_bit(Applied(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(WIDTH, WIDTH))), x_of(TOKENS, WIDTH)
-    )
+    model = low_bit(Applied(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(WIDTH, WIDTH)))
     flops = gemm(TOKENS, WIDTH, WIDTH)
-    assert_counted(counter, {"layer": {"fprop": 2 * flops, "dgrad": flops, "wgrad": 2 * flops}}, {})
+    layers = {"layer": {"fprop": 2 * flops, "dgrad": flops, "wgrad": 2 * flops}}
+    assert_counted(count(model, torch.randn(TOKENS, WIDTH)), layers, {})
 
 
 def test_an_input_given_by_name():
     for name, original in (("input", nn.Linear(WIDTH, 8)), ("x", Conv1D(8, WIDTH))):
         model = low_bit(Applied(lambda self, x, name=name: self.layer(**{name: x}), layer=original))
         with GemmCounter(model) as counter:
-            backward(model(x_of(TOKENS, WIDTH, grad=True)))
+            backward(model(torch.randn(TOKENS, WIDTH, requires_grad=True)))
         assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 8)}, {})
 
 
 def test_two_towers():
     model = low_bit(Applied(lambda self, x: self.a(x) * self.b(x), a=tower(WIDTH, 8), b=tower(WIDTH, 32)), skip=["b"])
-    counter = count(model, x_of(TOKENS, WIDTH))
-    assert_counted(
-        counter,
-        {"a.0": layer(TOKENS, WIDTH, 8, ["dgrad"]), "a.2": layer(TOKENS, 8, 4)},
-        {"b.0": 2 * gemm(TOKENS, 32, WIDTH), "b.2": 3 * gemm(TOKENS, 4, 32)},
-    )
+    layers = {"a.0": layer(TOKENS, WIDTH, 8, ["dgrad"]), "a.2": layer(TOKENS, 8, 4)}
+    others = {"b.0": 2 * gemm(TOKENS, 32, WIDTH), "b.2": 3 * gemm(TOKENS, 4, 32)}
+    assert_counted(count(model, torch.randn(TOKENS, WIDTH)), layers, others)
 
 
 @each("frozen", [False, True])
@@ -89,8 +72,8 @@ def test_a_teacher_without_gradients_after_a_student(frozen, skip):
     names = ("student", "teacher", "head")
     model = low_bit(Applied(distance, **{name: nn.Linear(4, 4) for name in names}), skip=skip)
     model.teacher.requires_grad_(not frozen)
-    counter = count(model, x_of(TOKENS, 4))
-    without = {"student": ["dgrad"], "teacher": BACKWARD, "head": []}
+    counter = count(model, torch.randn(TOKENS, 4))
+    without = {"student": ["dgrad"], "teacher": ["dgrad", "wgrad"], "head": []}
     expected = {name: layer(TOKENS, 4, 4, without[name]) for name in names}
     layers = {name: gemms for name, gemms in expected.items() if name not in skip}
     assert_counted(counter, layers, {name: sum(expected[name].values()) for name in skip})
@@ -106,14 +89,14 @@ def test_a_backward_pass_inside_a_forward():
         return loss.detach()
 
     with GemmCounter(model) as counter:
-        Applied(step, model=model)(x_of(TOKENS, WIDTH))
+        Applied(step, model=model)(torch.randn(TOKENS, WIDTH))
     assert_counted(counter, {"2": layer(TOKENS, 8, 4)}, {"0": 2 * gemm(TOKENS, 8, WIDTH)})
 
 
 def test_gradients_of_gradients():
     """A penalty on the gradient: backward operations with a graph of their own are no recomputation."""
     model = nn.Sequential(nn.Linear(WIDTH, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
-    x = x_of(TOKENS, WIDTH, grad=True)
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
     with GemmCounter(model) as counter:
         [gradient] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     assert counter.recomputed == 0
@@ -133,20 +116,20 @@ def test_recomputed_activations(reentrant):
     model = low_bit(Applied(lambda self, x: checkpoint(block, self, x, use_reentrant=reentrant), **members))
     flops = gemm(TOKENS, 32, WIDTH)
     twice = {"fprop": 2 * flops, "dgrad": flops, "wgrad": flops}
-    counter = count(model, x_of(TOKENS, WIDTH, grad=True))
+    counter = count(model, torch.randn(TOKENS, WIDTH, requires_grad=True))
     assert sum(counter.others.values()) == 4 * flops
     assert_counted(counter, {"layer": twice}, counter.others, recomputed=2 * flops)
 
     members = {"block": tower(WIDTH, 32, WIDTH), "head": nn.Linear(WIDTH, 4)}
     model = low_bit(Applied(lambda self, x: self.head(checkpoint(self.block, x, use_reentrant=reentrant)), **members))
     layers = {"block.0": twice, "block.2": twice, "head": layer(TOKENS, WIDTH, 4)}
-    assert_counted(count(model, x_of(TOKENS, WIDTH, grad=True)), layers, {}, recomputed=2 * flops)
+    assert_counted(count(model, torch.randn(TOKENS, WIDTH, requires_grad=True)), layers, {}, recomputed=2 * flops)
 
 
 @each("whole", ["module", "in place", "function"])
 def test_compiled(whole):
     """Compiled modules, and a function that calls them, count as they do otherwise, and say nothing about hooks."""
-    x, graphs = x_of(TOKENS, WIDTH), []
+    x, graphs = torch.randn(TOKENS, WIDTH), []
     model = low_bit(nn.Sequential(tower(WIDTH, 8), nn.Tanh(), nn.Linear(4, 2)), skip=["2"])
     eager = count(model, x)
 
@@ -173,7 +156,7 @@ def test_compiled(whole):
 @pytest.mark.slow
 def test_casts_are_compiled_after_the_count():
     """What torch.compile once ran as eager code stays eager code; the casts of a run must not be among it."""
-    x = x_of(TOKENS, WIDTH)
+    x = torch.randn(TOKENS, WIDTH)
     model = low_bit(tower(WIDTH, 8))
     counters.clear()
     with compilation.backend("compiled"):
@@ -213,11 +196,11 @@ def test_leaves_nothing_behind(where):
     model = low_bit(nn.Sequential(nn.Linear(WIDTH, 8), fails, nn.Linear(8, 4)))
     before = traces(model)
     with nullcontext() if where == "nowhere" else pytest.raises(RuntimeError, match=f"broken {where}"):
-        count(model, x_of(TOKENS, WIDTH))
+        count(model, torch.randn(TOKENS, WIDTH))
     assert traces(model) == before
     model[1] = nn.Identity()
     layers = {"0": layer(TOKENS, WIDTH, 8, ["dgrad"]), "2": layer(TOKENS, 8, 4)}
-    assert_counted(count(model, x_of(TOKENS, WIDTH)), layers, {})
+    assert_counted(count(model, torch.randn(TOKENS, WIDTH)), layers, {})
 
 
 def test_an_exception_that_the_model_catches():
@@ -232,11 +215,11 @@ def test_an_exception_that_the_model_catches():
 
     model = Applied(forward, fails=Applied(fail), w=nn.Parameter(torch.randn(WIDTH, 4)))
     with GemmCounter(model) as counter:
-        backward(model(x_of(TOKENS, WIDTH)))
+        backward(model(torch.randn(TOKENS, WIDTH)))
     assert dict(counter.others) == {"": 2 * gemm(TOKENS, 4, WIDTH)}
 
 
-@each("changes", [{}, {"hadamard": HADAMARD, "subtract_mean": MEANS}])
+@each("changes", [{}, {"hadamard": ALL_ROTATED, "subtract_mean": ALL_MEANS}])
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_changes_no_result(dtype, changes):
     """Outputs and gradients are the same to the bit: random rounding, dropout and activations with kernels of their own
@@ -245,10 +228,10 @@ def test_changes_no_result(dtype, changes):
 
     def run(counting):
         torch.manual_seed(0)
-        encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.1, batch_first=True)
+        encoder = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1, batch_first=True)
         activations = (nn.SiLU(), nn.GELU("tanh"), nn.Mish(), nn.Hardswish(), nn.LayerNorm(WIDTH), nn.Softplus())
         model = low_bit(nn.Sequential(encoder, *activations, nn.LogSoftmax(-1), nn.Linear(WIDTH, 4)).to(dtype), casts)
-        x = torch.randn(BATCH, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+        x = torch.randn(2, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
         with GemmCounter(model) if counting else nullcontext():
             output = model(x)
             backward(output)

@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as module_globals
 
-from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit import convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
-from lightning_lowbit.quant import Hadamard
+from lightning_lowbit.nn.layers.layer import quantized_layers
+from tests.nn.named_casts import NVFP4
 from tests.operations import Operations
 
-NVFP4 = LinearCasts.preset("nvfp4")
-BITS, HP_BITS = 4.5, 16
-BATCH, TOKENS, WIDTH, HEADS = 2, 5, 16, 2
+TOKENS, WIDTH = 5, 16
 BACKWARD = ("dgrad", "wgrad")
 
 
@@ -42,7 +41,7 @@ def assert_counted(counter, layers, others, recomputed=0):
     assert list(coverage.uncovered.values()) == sorted(others.values(), reverse=True), "the largest does not come first"
     assert coverage.uncounted == ()
     assert coverage.share == pytest.approx(low_bit / (low_bit + rest))
-    assert coverage.average_bits == pytest.approx((BITS * low_bit + HP_BITS * rest) / (low_bit + rest))
+    assert coverage.average_bits == pytest.approx((4.5 * low_bit + 16 * rest) / (low_bit + rest))
     assert counter.recomputed == recomputed
     assert counter.model_flops == low_bit + rest - recomputed
 
@@ -54,9 +53,9 @@ def low_bit(model, casts=NVFP4, **kwargs):
 
 
 @contextmanager
-def quantized(*models):
+def quantized(model):
     """Asserts that converted layers have run, and that their output is not that of the raw weights."""
-    layers = {m for model in models for m in model.modules() if isinstance(m, QuantizedLayer)}
+    layers = {*quantized_layers(model).values()}
     seen = []
 
     def record(module, inputs, output):
@@ -95,10 +94,6 @@ def count(model, *inputs, runs=None, **kwargs):
     return counter
 
 
-def x_of(*shape, grad=False):
-    return torch.randn(*shape, requires_grad=grad)
-
-
 class Applied(nn.Module):
     """A function of itself and its input, with named members."""
 
@@ -110,34 +105,3 @@ class Applied(nn.Module):
 
     def forward(self, *inputs):
         return self.function(self, *inputs)
-
-
-class UNet(nn.Module):
-    """Down, attention in the middle, up; the time enters through an MLP."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.time = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 2 * width))
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
-        self.norm = nn.GroupNorm(4, 2 * width)
-        self.middle = nn.ModuleDict({"qkv": nn.Linear(2 * width, 6 * width), "out": nn.Linear(2 * width, 2 * width)})
-        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
-        self.last = nn.Conv2d(2 * width, 3, 1)
-
-    def forward(self, image, time):
-        outer = self.stem(image)
-        x = self.norm(self.down(outer) + self.time(time)[..., None, None])
-        tokens = x.flatten(2).transpose(1, 2)
-        q, k, v = self.middle["qkv"](tokens).chunk(3, dim=-1)
-        tokens = tokens + self.middle["out"](torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v)
-        x = tokens.transpose(1, 2).reshape(x.shape)
-        return self.last(torch.cat([self.up(x), outer], dim=1))
-
-
-def tower(inputs, hidden, outputs=4):
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
-
-
-HADAMARD = {"fprop": 16, "dgrad": Hadamard(16, "keyed"), "wgrad": Hadamard(32, "keyed")}
-MEANS = ("fprop", "dgrad", "wgrad")
