@@ -19,6 +19,7 @@ from tests.lightning_imports import (
     SLURMEnvironment,
     quiet_trainer,
 )
+from tests.precision.regression_model import On
 
 
 class Interrupt(Callback):
@@ -126,11 +127,8 @@ def test_workers_of_a_loader_leave_it_to_the_trainer(capfd):
 
 
 def test_sigterm_before_the_first_step_ends_with_143():
-    class Early(Callback):
-        def on_validation_batch_start(self, *_):
-            os.kill(os.getpid(), SIGTERM)
-
-    fit(Early(), seen := Interrupt({}), ends=143, num_sanity_val_steps=2, limit_val_batches=2)
+    early = On(on_validation_batch_start=lambda *_: os.kill(os.getpid(), SIGTERM))
+    fit(early, seen := Interrupt({}), ends=143, num_sanity_val_steps=2, limit_val_batches=2)
     assert not seen.seen
 
 

@@ -7,8 +7,8 @@ from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, Precis
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from tests.callbacks.switches.runs import RESUMES, Scheduled, Witness, fit_fp4
-from tests.lightning_imports import Callback, MisconfigurationException
-from tests.precision.regression_model import DOWN, LAYERS, Regression, flat, state, trainer
+from tests.lightning_imports import MisconfigurationException
+from tests.precision.regression_model import DOWN, LAYERS, On, Regression, flat, state, trainer
 from tests.tables import each
 
 pytestmark = RESUMES
@@ -163,13 +163,16 @@ def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path):
 def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
     """Unless a switch is no longer there that has acted since."""
 
-    class ByHand(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 2:
-                trainer.precision_plugin.set_phase("hp-forward")
+    def by_hand(trainer, *_):
+        if trainer.global_step == 2:
+            trainer.precision_plugin.set_phase("hp-forward")
 
     switch = QAFSwitch(step=1, rewarm=2)
-    assert fit_fp4(switch, ByHand(), keep="trained").phases == ["fqt", "qaf", *["hp-forward"] * 4]
+    assert fit_fp4(switch, On(on_train_batch_start=by_hand), keep="trained").phases == [
+        "fqt",
+        "qaf",
+        *["hp-forward"] * 4,
+    ]
     assert fit_fp4(switch, ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
     last = PrecisionSwitch("bf16", step=2)
     assert fit_fp4(switch, last, keep="trained").phases == ["fqt", "qaf", *["bf16"] * 4]
@@ -178,12 +181,9 @@ def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
 
 
 def test_a_switch_that_is_due_later_in_a_longer_run_says_so_and_acts_again():
-    class Back(Callback):
-        def on_train_start(self, trainer, *_):
-            trainer.precision_plugin.set_phase("fqt")
-
+    to_fqt = On(on_train_start=lambda trainer, _: trainer.precision_plugin.set_phase("fqt"))
     fit_fp4(QAFSwitch(at=0.5), max_steps=4, keep="trained")
-    for back, phases in (([Back()], ["fqt"] * 2 + ["qaf"] * 6), ([], ["qaf"] * 8)):
+    for back, phases in (([to_fqt], ["fqt"] * 2 + ["qaf"] * 6), ([], ["qaf"] * 8)):
         with pytest.warns(UserWarning, match="in phase 'qaf' already.*due at step 6"):
             assert fit_fp4(QAFSwitch(at=0.5), *back, max_steps=12, ckpt_path="4.ckpt").phases == phases
 
