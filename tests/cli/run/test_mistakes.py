@@ -16,6 +16,7 @@ PLUGIN = "--trainer.plugins.init_args"
     "--config=broken.yaml-",
     "--data.init_args.path=nowhere-",
     "--ckpt_path=last-",
+    "--trainer.default_root_dir=null --trainer.logger=false --ckpt_path=last-",
     "--model.init_args.network=lama-60m-",
 )
 @pytest.mark.parametrize(
@@ -38,6 +39,10 @@ PLUGIN = "--trainer.plugins.init_args"
         (["--data.init_args.path=hf:./nowhere:en"], "The data set './nowhere', configuration 'en', cannot be opened"),
         (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
         (["--ckpt_path=last"], "--ckpt_path last: there is no checkpoint (*.ckpt) below runs/tiny."),
+        (
+            ["--trainer.default_root_dir=null", "--trainer.logger=false", "--ckpt_path=last"],
+            "set the logger's save_dir or trainer.default_root_dir",
+        ),
         (
             ["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
             "0 or more and at most 1; got 2",
@@ -64,12 +69,6 @@ def test_a_full_disk_leaves_no_half_of_a_configuration(capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "'runs/tiny/version_0/config.yaml'" in capsys.readouterr().err
     assert not Path("runs").exists()
-
-
-def test_last_needs_a_folder_to_search(capsys):
-    arguments = ["--trainer.default_root_dir=null", "--trainer.logger=false", "--ckpt_path=last"]
-    assert lowbit(*arguments) == 2
-    assert "set the logger's save_dir or trainer.default_root_dir" in capsys.readouterr().err
 
 
 def test_interrupt_before_training(monkeypatch, capsys):

@@ -201,13 +201,18 @@ def watched(step, read):
     return run
 
 
-def test_parameters_in_float16_are_refused_unless_they_are_frozen():
+def test_what_fp16_cannot_train_is_refused():
     model = Regression()
+    needs = r"ShardedConservativeGradScaler needs .*SingleDeviceStrategy has none.*asks all ranks"
+    with pytest.raises(MisconfigurationException, match=needs):
+        fitted(fp16(ShardedConservativeGradScaler(device="cpu")), model)
     model.mlp.half().requires_grad_(False)
     model.head.half()
     with pytest.raises(ValueError, match=r"parameters in float32.* head.weight is in float16.*Call model.float\(\)"):
-        trainer(fp16()).fit(model)
+        fitted(fp16(), model)
     assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
+    with pytest.raises(MisconfigurationException, match=r"LBFGS .* compute_dtype='bf16' or 'fp32', or use another"):
+        fitted(fp16(), Overflowing(make=torch.optim.LBFGS))
 
 
 def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind():
@@ -227,11 +232,6 @@ def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts():
     made.save_checkpoint("other.ckpt")
     with pytest.warns(UserWarning, match="holds no state of lightning_lowbit .* The loss scale starts at 1024."):
         fitted(fp16(moving()), ckpt_path="other.ckpt", max_steps=3)
-
-
-def test_lbfgs_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"LBFGS .* compute_dtype='bf16' or 'fp32', or use another"):
-        fitted(fp16(), Overflowing(make=torch.optim.LBFGS))
 
 
 @pytest.mark.parametrize("make", [lambda: moving(hysteresis=2), lambda: GradScaler("cpu", **MOVING)])
@@ -277,10 +277,3 @@ def test_fit_validate_fit_on_one_trainer():
 def test_bad_arguments_say_what_to_do(arguments, message):
     with pytest.raises(ValueError, match=message):
         FP4Precision(**arguments)
-
-
-def test_a_sharded_scaler_needs_ranks():
-    model, needs = Regression(), r"ShardedConservativeGradScaler needs .*SingleDeviceStrategy has none.*asks all ranks"
-    with pytest.raises(MisconfigurationException, match=needs):
-        fitted(fp16(ShardedConservativeGradScaler(device="cpu")), model)
-    assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
