@@ -132,7 +132,6 @@ def descend_in(cast, step, amax):
 
 
 def test_scales_that_follow_the_gradient_leave_no_floor_and_others_halt_or_obey_the_step():
-    """Where the scale stays, rounding to nearest halts, and stochastic rounding obeys the step."""
     follows, stays = Scale("e4m3", block=16, two_level=True), Scale("fp32", block="tensor")
     spacing = 0.5 / 6  # between E2M1's values around 0, where its 6 stands for 1
     loss = {}

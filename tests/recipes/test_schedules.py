@@ -107,7 +107,6 @@ def test_two_stage_linear_of_the_training_tips(first_peak, second_peak):
 
 @each("at, total, stage", [(0.5, 12, 6), (0.07, 100, 7), (0.29, 100, 29), (0.5, 401, 200)])
 def test_the_second_stage_starts_at_a_whole_step(at, total, stage):
-    """0.07 · 100 is a little above 7 and 0.29 · 100 a little below 29."""
     line = [1 - step / total for step in range(total)]
     for peak in (0.5, 1):
         (factor,) = TwoStageLinear(sgd(1.0), 0, total, second_peak=peak, at=at).lr_lambdas

@@ -165,7 +165,6 @@ def test_an_exception_in_the_first_step(where):
 
 
 def test_counts_the_first_step_only():
-    """The others run without a dispatch mode."""
     modes = []
     watch = On(on_before_backward=lambda *_: modes.append(len(_get_current_dispatch_mode_stack())))
     fit(PrecisionSummary(quiet=True), watch, max_steps=3)

@@ -98,17 +98,12 @@ def test_says_layers_coverage_and_average_once(capsys):
     assert f"{AVERAGE}32.00 bits per GEMM operand.\n" in capsys.readouterr().out, "a phase without a plugin"
 
 
-@each(
-    "make, reason",
-    [
-        (
-            lambda: FP4Precision(**SKIP),
-            "nvfp4: GEMMs of codes on CPUs need the C++ kernels; 'cpu' is declared to have none.",
-        ),
-        (lambda: FP4Precision(**SKIP, backend="emulated"), "nvfp4: backend='emulated'."),
-        (lambda: LowBitPrecision("mxfp6", **SKIP), "mxfp6: no native GEMM takes these casts."),
-    ],
-)
+@each("make, reason", [
+    (lambda: FP4Precision(**SKIP),
+     "nvfp4: GEMMs of codes on CPUs need the C++ kernels; 'cpu' is declared to have none."),
+    (lambda: FP4Precision(**SKIP, backend="emulated"), "nvfp4: backend='emulated'."),
+    (lambda: LowBitPrecision("mxfp6", **SKIP), "mxfp6: no native GEMM takes these casts."),
+])  # fmt: skip
 def test_says_why_gemms_are_emulated(capsys, make, reason):
     with declared("cpu", ()):
         fit(PrecisionSummary(), plugin=make())
@@ -155,7 +150,6 @@ def test_columns_that_are_wide_together_are_folded():
 @each("bar", [LowBitProgressBar, TQDMProgressBar, lambda: LowBitProgressBar(refresh_rate=0), RichProgressBar])
 @each("order", [1, -1])
 def test_above_a_progress_bar(capsys, bar, order):
-    """All of it, whatever the order of callbacks, and no line has a piece of the bar in it."""
     fit(*[bar(), PrecisionSummary()][::order], enable_progress_bar=True)
     output = capsys.readouterr().out
     assert_said_once(output)
@@ -272,8 +266,6 @@ def test_the_optimizers_own_arithmetic_is_not_counted(base):
 
 
 def test_two_manual_steps_in_a_batch():
-    """As in adversarial training: all of the batch counts."""
-
     class Twice(Manual):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)

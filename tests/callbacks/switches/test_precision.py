@@ -53,17 +53,11 @@ def test_switches_all_layers_at_a_step(callbacks, kwargs, full, qaf):
     assert fit(*callbacks, **kwargs) == ["fqt"] * full + ["qaf"] * qaf
 
 
-@each(
-    "switch, line",
-    [
-        (
-            lambda: QAFSwitch(step=4),
-            "QAFSwitch(step=4) has not acted: training ended at step 3 and it is due at step 4.",
-        ),
-        (lambda: PrecisionSwitch("bf16", tokens=10**9), "tokens=1000000000) has not acted: training ended at step 3."),
-        (lambda: QAFSwitch(step=2), None),
-    ],
-)
+@each("switch, line", [
+    (lambda: QAFSwitch(step=4), "QAFSwitch(step=4) has not acted: training ended at step 3 and it is due at step 4."),
+    (lambda: PrecisionSwitch("bf16", tokens=10**9), "tokens=1000000000) has not acted: training ended at step 3."),
+    (lambda: QAFSwitch(step=2), None),
+])  # fmt: skip
 def test_a_run_that_ends_before_the_switch_says_so(switch, line, told):
     told.clear()
     fit(switch(), On(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == 3)))

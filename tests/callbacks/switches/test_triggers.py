@@ -214,7 +214,6 @@ class Measured(Callback):
     ],
 )
 def test_after_some_measurements_in_a_row(values, expected):
-    """Whatever the order of the callbacks."""
     for order in (1, -1):
         switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))
         both = [Measured(*values, 3), switch]
@@ -267,8 +266,6 @@ TRIGGERS = {
 
 @pytest.mark.parametrize("name", TRIGGERS)
 def test_resumes_before_at_and_after(name):
-    """With a re-warm and new moments, which happen once."""
-
     callbacks = [Measured(3, 1, 1, 3), QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")]
     kwargs = {"max_steps": 12 if name == "plateau" else 8}
     if name == "plateau":
@@ -292,7 +289,6 @@ def test_what_is_measured_and_not_looked_at_is_saved():
 
 
 def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
-    """Also where one finds out only then."""
     for switches, last in [
         ([PrecisionSwitch("bf16", step=3), QAFSwitch(tokens=30)], "qaf"),
         ([QAFSwitch(tokens=30), PrecisionSwitch("bf16", step=3)], "bf16"),

@@ -117,8 +117,6 @@ def test_goes_with_a_switch_of_something_else():
 
 @each("make", [torch.optim.AdamW, StableSPAM])
 def test_weights_decay_no_more(make):
-    """With zero gradients nothing else moves them."""
-
     class Still(Decayed):
         def __init__(self):
             super().__init__(lambda groups: make(groups, lr=0.5))
@@ -149,7 +147,6 @@ def test_a_resumed_run_repeats_the_uninterrupted_one():
 
 
 def test_a_run_that_resumes_after_the_step_switches():
-    """Of several, as the last one that is due does."""
     fit(keep="trained", max_steps=4)
     switches = [WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(1.0, step=2)]
     assert fit(*switches, ckpt_path="4.ckpt") == [[2, 2, 0]] * 2

@@ -11,6 +11,7 @@ from lightning_lowbit.nn import set_phase
 from lightning_lowbit.units import cpu_without
 from tests.lightning_imports import BoringModel, MisconfigurationException
 from tests.precision.base.models import Recurrent
+from tests.precision.fp16.runs import assert_same
 from tests.precision.regression_model import On, Regression, fitted, flat, state
 
 
@@ -174,11 +175,8 @@ def test_their_steps_advance_delayed_scaling_and_one_warning_says_what_does_not_
     with pytest.warns(UserWarning) as warned:
         runs = fit("Lightning"), fit("itself")
     assert sum("global_step stays" in str(warning.message) for warning in warned) == 1
-    plugins = [run.precision_plugin for run in runs]
-    assert [plugin.step for plugin in plugins] == [6, 6]
-    histories, found = (state(plugin)["amax_history"] for plugin in plugins)
-    assert all(torch.equal(found[name], history) for name, history in histories.items())
-    assert torch.equal(*(flat(run.lightning_module) for run in runs))
+    assert [run.precision_plugin.step for run in runs] == [6, 6]
+    assert_same(*([state(run.precision_plugin)["amax_history"], flat(run.lightning_module)] for run in runs))
 
 
 def test_scaled_gradients_are_refused_and_a_warning_says_that_no_step_was_counted():

@@ -148,23 +148,16 @@ class Doubling(GradScaler):
 CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor": 4.0, "cooldown": 5, "device": "cpu"}
 
 
-@each(
-    ("scaler", "expected"),
-    [
-        (None, ConservativeGradScaler()),
-        ({"class_path": "lightning_lowbit.ConservativeGradScaler"}, ConservativeGradScaler()),
-        (
-            {"class_path": "lightning_lowbit.ConservativeGradScaler", "init_args": CONSERVATIVE},
-            ConservativeGradScaler(**CONSERVATIVE),
-        ),
-        ({"class_path": "lightning_lowbit.StaticGradScaler", "init_args": {"scale": 8}}, StaticGradScaler(8)),
-        (
-            {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "growth_interval": 9}},
-            GradScaler("cpu", growth_interval=9),
-        ),
-        ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
-    ],
-)
+@each("scaler, expected", [
+    (None, ConservativeGradScaler()),
+    ({"class_path": "lightning_lowbit.ConservativeGradScaler"}, ConservativeGradScaler()),
+    ({"class_path": "lightning_lowbit.ConservativeGradScaler", "init_args": CONSERVATIVE},
+     ConservativeGradScaler(**CONSERVATIVE)),
+    ({"class_path": "lightning_lowbit.StaticGradScaler", "init_args": {"scale": 8}}, StaticGradScaler(8)),
+    ({"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "growth_interval": 9}},
+     GradScaler("cpu", growth_interval=9)),
+    ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
+])  # fmt: skip
 def test_from_yaml(scaler, expected):
     arguments = {"compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
     plugins = {"class_path": "lightning_lowbit.FP4Precision", "init_args": arguments}

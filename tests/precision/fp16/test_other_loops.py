@@ -94,8 +94,6 @@ def trained(scaler, step, set_to_none=True):
 
 
 def test_two_optimizers_share_a_backward_pass():
-    """Also where the scale changes between their steps: gradients have that of the backward pass."""
-
     def step(model, first, second, place):
         model.manual_backward(model.loss(8 * place, 1.0))
         first.step()
@@ -256,24 +254,17 @@ def test_fit_validate_fit_on_one_trainer():
     assert (plugin.step, plugin.skipped_steps.item()) == (4, 1)
 
 
-@each(
-    ("arguments", "message"),
-    [
-        ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'auto'.* leave out scaler=ConservativeGradScaler, or"),
-        ({"compute_dtype": "fp32", "scaler": static()}, r"got 'fp32'.* leave out scaler=StaticGradScaler, or train"),
-        ({"compute_dtype": "fp16", "scaler": 2.0**16}, r"scaler is a torch.amp.GradScaler, or None; got 65536.0"),
-        ({"compute_dtype": "fp16", "scaler": GradScaler}, r"scaler is a torch.amp.GradScaler, or None; got <class"),
-        ({"compute_dtype": "fp16", "scaler": "default"}, r"scaler is a torch.amp.GradScaler, or None; got 'default'"),
-        (
-            {"compute_dtype": "fp16", "scaler": GradScaler("cpu", enabled=False)},
-            r"The scaler GradScaler is disabled, and fp16 needs one.* device='cpu'; or leave out enabled=False",
-        ),
-        (
-            {"compute_dtype": "fp16", "scaler": ConservativeGradScaler(device="cpu", enabled=False)},
-            r"The scaler ConservativeGradScaler is disabled",
-        ),
-    ],
-)
+@each("arguments, message", [
+    ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'auto'.* leave out scaler=ConservativeGradScaler, or"),
+    ({"compute_dtype": "fp32", "scaler": static()}, r"got 'fp32'.* leave out scaler=StaticGradScaler, or train"),
+    ({"compute_dtype": "fp16", "scaler": 2.0**16}, r"scaler is a torch.amp.GradScaler, or None; got 65536.0"),
+    ({"compute_dtype": "fp16", "scaler": GradScaler}, r"scaler is a torch.amp.GradScaler, or None; got <class"),
+    ({"compute_dtype": "fp16", "scaler": "default"}, r"scaler is a torch.amp.GradScaler, or None; got 'default'"),
+    ({"compute_dtype": "fp16", "scaler": GradScaler("cpu", enabled=False)},
+     r"The scaler GradScaler is disabled, and fp16 needs one.* device='cpu'; or leave out enabled=False"),
+    ({"compute_dtype": "fp16", "scaler": ConservativeGradScaler(device="cpu", enabled=False)},
+     r"The scaler ConservativeGradScaler is disabled"),
+])  # fmt: skip
 def test_bad_arguments_say_what_to_do(arguments, message):
     with pytest.raises(ValueError, match=message):
         FP4Precision(**arguments)

@@ -62,8 +62,6 @@ def test_a_switch_that_acts_meanwhile_has_the_last_word(to, at, goes_on):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first):
-    """Whatever the order of the callbacks."""
-
     def callbacks():
         both = [rollback(phase="bf16", recovery_steps=4), PrecisionSwitch("qaf", step=3, steps=13)]
         return both if first else both[::-1]
@@ -77,7 +75,6 @@ def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first):
 
 
 def test_a_longer_run_goes_on_with_the_recovery():
-    """Saved at the end, in the phase of before."""
     settings = {"phase": "bf16", "recovery_steps": 6}
     run = trainer(rollback(**settings), plugin=FP8Precision(), max_steps=16)
     with pytest.warns(UserWarning, match="SpikeRollback"):

@@ -46,7 +46,6 @@ def test_without_a_spike_nothing_changes(optimizer):
 
 
 def test_objects_stay():
-    """Parameters and tensors of states are filled, not replaced."""
     addresses = []
 
     def note(run, module, *_):
@@ -150,8 +149,6 @@ def test_a_layer_that_joins_goes_back_too(joins):
 
 
 def test_a_buffer_of_another_shape_is_named_and_left():
-    """A cache has grown since the snapshot, and another has joined."""
-
     class Cached(Scripted):
         def __init__(self, *args):
             super().__init__(*args)

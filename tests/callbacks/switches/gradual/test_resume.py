@@ -33,7 +33,6 @@ def assert_resumes(switches, at, keep, **kwargs):
 
 
 def test_a_resumed_run_goes_on_with_the_switch():
-    """Before its begin, at it, in the middle, before its end, at it and after it."""
     switches = [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
     assert_resumes(switches, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
 
@@ -95,7 +94,6 @@ def test_a_run_that_ends_in_the_middle_says_so_and_so_does_one_that_resumes_ther
 
 @pytest.mark.parametrize("plateau", [None, {"patience": 1}])
 def test_a_switch_may_be_given_twice(plateau):
-    """By a recipe, and by an overlay on top of it."""
     when = {"at": 0.0} if plateau is None else {"plateau": plateau}
     runs = []
     for times in (1, 2):

@@ -21,7 +21,6 @@ def test_rises_step_by_step(when, accumulate):
 
 
 def test_lambda_is_set_once_a_step(monkeypatch):
-    """Not for each micro-batch: this goes over all layers."""
     values, original = [], RunLayers.set_blend
     monkeypatch.setattr(RunLayers, "set_blend", lambda self, value: (values.append(value), original(self, value)))
     fit(PrecisionSwitch("fqt", step=2, steps=4), accumulate_grad_batches=3)
@@ -98,8 +97,6 @@ def test_of_two_at_one_step_the_last_in_the_list_holds():
 
 
 def test_changes_by_hand():
-    """The phase stays; λ stays once the switch has ended."""
-
     def by_hand(trainer, *_):
         if trainer.global_step == 2:
             trainer.precision_plugin.set_phase("qaf")

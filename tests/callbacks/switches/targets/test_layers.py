@@ -8,6 +8,7 @@ from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from tests.callbacks.switches.runs import RESUMES, Scheduled, Witness, fit_fp4
 from tests.lightning_imports import MisconfigurationException
+from tests.precision.fp16.runs import assert_same
 from tests.precision.regression_model import DOWN, LAYERS, On, Regression, flat, state, trainer
 from tests.tables import each
 
@@ -30,7 +31,6 @@ def test_layers_that_match_get_other_casts_and_others_keep_theirs():
 
 
 def test_phases_and_mappings_compose():
-    """Each at its time, and in the order of time, whatever their order in the list."""
     seen = fit_fp4(
         PrecisionSwitch({"head": "fqt"}, step=5),
         PrecisionSwitch({"head": "mxfp4", "first": "bf16"}, step=1),
@@ -80,9 +80,7 @@ def test_resumes_with_the_casts_and_their_histories(accumulate):
         assert resumed.casts == seen.casts[step:], f"resumed after step {step}: other casts"
         assert torch.equal(resumed.weights, seen.weights), f"resumed after step {step}: other weights"
         for kind in ("amax_history", "channel_amax"):
-            assert resumed_state[kind].keys() == whole[kind].keys()
-            for name, tensor in whole[kind].items():
-                assert torch.equal(resumed_state[kind][name], tensor), f"resumed after step {step}: {name}"
+            assert_same(resumed_state[kind], whole[kind], f"resumed after step {step}: {kind}")
 
 
 def test_amaxes_of_other_layers_go_on():
@@ -136,7 +134,6 @@ def test_the_same_trainer_goes_on():
 
 
 def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path):
-    """From before the switch, when it had no state to save."""
     model, seen = Scheduled(), Witness(keep="trained")
     switch = PrecisionSwitch({"head": "bf16"}, step=3, rewarm=2)
     made = trainer(FP4Precision(quantize_output=True), callbacks=[switch, seen], max_steps=6, limit_train_batches=64)
@@ -151,7 +148,6 @@ def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path):
-    """They are said, and other casts may be set all the same."""
     fit_fp4(PrecisionSwitch({"head": "bf16"}, step=1), keep="trained")
     plugin = FP4Precision(skip=["head"])
     with pytest.warns(UserWarning, match="layers that this run does not convert: head; they stay in high precision"):
@@ -215,7 +211,6 @@ def test_a_rollback_from_after_a_switch_to_before_it():
     ],
 )
 def test_casts_that_cannot_be(plugin, to, message):
-    """At the start of training, and before anything is changed."""
     seen = Witness()
     with pytest.raises(MisconfigurationException, match=message):
         fit_fp4(PrecisionSwitch(to, step=2), seen, plugin=LowBitPrecision("bf16", skip=["head"], **plugin))
