@@ -116,17 +116,14 @@ def test_a_window_is_part_of_the_checkpoint_while_it_is_open():
         assert loaded.state_dict() == state, "what is loaded and saved again before training starts is lost"
 
 
-@each("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}])
-def test_nothing_to_act_on(casts):
-    with pytest.raises(MisconfigurationException, match="OsciReset needs .* and of 1 converted layers none has one"):
-        fit(OsciReset(), plugin=LowBitPrecision(casts))
-
-
-def test_a_weight_that_is_computed_is_left_out():
-    model = Row()
-    prune.identity(model.layer, "weight")
-    with pytest.raises(MisconfigurationException, match="OsciReset needs parameters .* of 1 converted layers none has"):
-        fit(OsciReset(), model=model)
+def test_nothing_to_act_on():
+    """Casts that round no weight to nearest, and a weight that is computed."""
+    computed, stochastic = Row(), {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}
+    prune.identity(computed.layer, "weight")
+    told = "OsciReset needs parameters .* and of 1 converted layers none has one"
+    for model, casts in ((Row(), "bf16"), (Row(), "ufp4"), (Row(), stochastic), (computed, "int4")):
+        with pytest.raises(MisconfigurationException, match=told):
+            fit(OsciReset(), model=model, plugin=LowBitPrecision(casts))
 
 
 def test_sharded_weights_are_refused(monkeypatch):

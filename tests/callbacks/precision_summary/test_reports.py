@@ -112,8 +112,11 @@ def test_reports_are_plain_data(tmp_path):
 
 
 def test_a_report_without_a_step():
-    summary = PrecisionSummary(quiet=True)
-    trainer = trainer_with(summary)
+    trainer = trainer_with(summary := PrecisionSummary(quiet=True))
+    for ask in (summary.coverage, summary.average_bits):
+        with pytest.raises(RuntimeError, match="there was none yet"):
+            ask()
+    assert (summary.report_sections(trainer), summary.report_data(trainer)) == ([], {"layers": []})
     summary.on_train_start(trainer, Two())
     assert "No training step was taken." in sections_of(summary, trainer)
     assert json.dumps(summary.report_data(trainer))

@@ -205,16 +205,6 @@ def test_says_in_what_else_is_computed_and_why(capsys, lacking, asked, end):
     assert f"What is not quantized is computed in {end}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_nothing_is_known_before_the_first_step():
-    summary = PrecisionSummary()
-    for ask in (summary.coverage, summary.average_bits):
-        with pytest.raises(RuntimeError, match="there was none yet"):
-            ask()
-    trainer = trainer_with()
-    assert summary.report_sections(trainer) == []
-    assert summary.report_data(trainer) == {"layers": []}
-
-
 def test_a_resumed_run_continues_the_average(tmp_path):
     """The first step after the resume is in another phase, and the coverage said is that of full quantization."""
     *_, trainer = report(QAFSwitch(step=2), max_steps=4)
