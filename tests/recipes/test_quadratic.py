@@ -53,9 +53,6 @@ def factors(losses):
     return losses[1:] / losses[:-1]
 
 
-# --- noise that shrinks with the gradient -----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @each("curvature", [1.0, 2.5])
 def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature):
@@ -84,9 +81,6 @@ def test_figure_4():
     # With a tenth of the step, noise of k = 2 costs 1.6 % a step, all other hardly anything.
     for noise, most in ((2, 0.02), (1, 0.006), (0.5, 0.003)):
         assert torch.log(tenth[noise][-1] / tenth[0][-1]).item() / STEPS < most
-
-
-# --- errors of constant size ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -118,9 +112,6 @@ def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curv
     assert floors[1] / floors[0.1] == pytest.approx(19, rel=0.1)
 
 
-# --- real casts -------------------------------------------------------------------------------------------------------
-
-
 def descend_in(cast, step, amax):
     """Where 300 steps with λ = 1 and quantized gradients lead from a point of loss 1."""
     generator = torch.Generator().manual_seed(0)
@@ -143,9 +134,6 @@ def test_scales_that_follow_the_gradient_leave_no_floor_and_others_halt_or_obey_
     assert loss["nearest", 0.1] >= loss["nearest", 1] > 0.1
     assert loss["stochastic", 0.1] < loss["stochastic", 1] / 10
     assert loss["stochastic", 0.1] < loss["nearest", 0.1] / 10
-
-
-# --- the recipe and its picture ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
