@@ -161,14 +161,17 @@ def test_an_item_on_the_command_line(given, made):
     assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *made]
 
 
-@each("given", [
-    *([SKIP, "[lm_head]"], [SKIP, "null"], [SKIP, "{a: b}"], [SKIP], [SKIP, "--seed_everything", "1"]),
-    *([f"{SKIP}+=lm_head"], [f"{SKIP}+", "lm_head"]),
-    *([f"{PLUGIN}.init_args.casts", "nvfp4"], [f"{PLUGIN}.init_args.no_such_argument", "1"]),
-    *(["--trainer.max_steps", "3"], ["--data.init_args.path", "text"]),
-    ["--model.init_args.optimizer.init_args.betas", "0.9"],  # a pair, of which one is not enough
-    ["--trainer.plugins=no_such_module.Plugin", f"{PLUGIN}.skip=a"],
-])  # fmt: skip
+@each(
+    "given",
+    [
+        *([SKIP, "[lm_head]"], [SKIP, "null"], [SKIP, "{a: b}"], [SKIP], [SKIP, "--seed_everything", "1"]),
+        *([f"{SKIP}+=lm_head"], [f"{SKIP}+", "lm_head"]),
+        *([f"{PLUGIN}.init_args.casts", "nvfp4"], [f"{PLUGIN}.init_args.no_such_argument", "1"]),
+        *(["--trainer.max_steps", "3"], ["--data.init_args.path", "text"]),
+        ["--model.init_args.optimizer.init_args.betas", "0.9"],  # a pair, of which one is not enough
+        ["--trainer.plugins=no_such_module.Plugin", f"{PLUGIN}.skip=a"],
+    ],
+)
 def test_everything_else_is_left_alone(given):
     assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *given]
 

@@ -44,34 +44,40 @@ def test_names_of_lightning_and_torch_are_taken(names, dtype, precision):
             assert plugin.trained.compute_dtype == names[0], "a checkpoint has one name for each"
 
 
-@each("name, message", [
-    ("bf16-true", r"parameters 16 bits wide.* Give 'bf16' for the computation"),
-    ("16-true", r"parameters 16 bits wide.* Give 'fp16' for the computation"),
-    ("64-true", r"float32 at most. Give 'fp32'"),
-    (64, r"compute_dtype=64: .*Give 'fp32'"),
-    (torch.float64, r"compute_dtype=torch.float64: .*Give 'fp32'"),
-    ("transformer-engine", r"FP8Precision quantizes the layers; here give 'auto' or 'bf16'"),
-    (torch.float8_e4m3fn, r"FP8Precision quantizes the layers"),
-    ("bfloat", r"Unknown compute_dtype 'bfloat'"),
-    ("Bf16", r"Unknown compute_dtype 'Bf16'. Did you mean 'bf16'"),
-    (torch.int8, r"Unknown compute_dtype torch.int8. Choose one of: 'auto', 'bf16', 'fp16', 'fp32'"),
-    (8, r"Unknown compute_dtype 8"),
-    (True, r"Unknown compute_dtype True"),
-    (None, r"Unknown compute_dtype None"),
-    (["bf16"], r"Unknown compute_dtype \['bf16'\]"),
-    ("", r"Unknown compute_dtype ''"),
-])  # fmt: skip
+@each(
+    "name, message",
+    [
+        ("bf16-true", r"parameters 16 bits wide.* Give 'bf16' for the computation"),
+        ("16-true", r"parameters 16 bits wide.* Give 'fp16' for the computation"),
+        ("64-true", r"float32 at most. Give 'fp32'"),
+        (64, r"compute_dtype=64: .*Give 'fp32'"),
+        (torch.float64, r"compute_dtype=torch.float64: .*Give 'fp32'"),
+        ("transformer-engine", r"FP8Precision quantizes the layers; here give 'auto' or 'bf16'"),
+        (torch.float8_e4m3fn, r"FP8Precision quantizes the layers"),
+        ("bfloat", r"Unknown compute_dtype 'bfloat'"),
+        ("Bf16", r"Unknown compute_dtype 'Bf16'. Did you mean 'bf16'"),
+        (torch.int8, r"Unknown compute_dtype torch.int8. Choose one of: 'auto', 'bf16', 'fp16', 'fp32'"),
+        (8, r"Unknown compute_dtype 8"),
+        (True, r"Unknown compute_dtype True"),
+        (None, r"Unknown compute_dtype None"),
+        (["bf16"], r"Unknown compute_dtype \['bf16'\]"),
+        ("", r"Unknown compute_dtype ''"),
+    ],
+)
 def test_others_are_refused_with_what_to_give(name, message):
     with pytest.raises(ValueError, match=message):
         FP4Precision(compute_dtype=name)
 
 
-@each("plugin, text, dtype", [
-    ("FP4Precision", "auto", BF16),
-    ("TernaryPrecision", "'32'", FP32),
-    ("IntegerPrecision", "32-true", FP32),
-    ("LowBitPrecision", "16", FP16),
-])  # fmt: skip
+@each(
+    "plugin, text, dtype",
+    [
+        ("FP4Precision", "auto", BF16),
+        ("TernaryPrecision", "'32'", FP32),
+        ("IntegerPrecision", "32-true", FP32),
+        ("LowBitPrecision", "16", FP16),
+    ],
+)
 def test_a_recipe_has_the_same_names(plugin, text, dtype):
     casts = "casts: nvfp4, " if plugin == "LowBitPrecision" else ""
     plugins = f"{{class_path: lightning_lowbit.{plugin}, init_args: {{{casts}compute_dtype: {text}}}}}"

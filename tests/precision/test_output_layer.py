@@ -37,22 +37,25 @@ def fit(plugin, steps=1, ckpt_path=None, model=None):
     return fitted(plugin, model, ckpt_path, max_steps=steps)
 
 
-@each("make, quantized, is_said", [
-    *(
-        (partial(make, **how), *outcome)
-        for make in LEAVING
-        for how, *outcome in [
-            ({}, REST, True),
-            ({"quantize_output": False}, REST, True),
-            ({"quantize_output": True}, {*LAYERS}, False),
-            ({"skip": ["head"]}, REST, False),
-            ({"overrides": {"head": "int8"}}, {*LAYERS}, False),
-        ]
-    ),
-    (partial(TernaryPrecision, only=["head", "first"]), {"head", "first"}, False),
-    (FP8Precision, {*LAYERS}, False),
-    (partial(FP8Precision, quantize_output=False), REST, True),
-])  # fmt: skip
+@each(
+    "make, quantized, is_said",
+    [
+        *(
+            (partial(make, **how), *outcome)
+            for make in LEAVING
+            for how, *outcome in [
+                ({}, REST, True),
+                ({"quantize_output": False}, REST, True),
+                ({"quantize_output": True}, {*LAYERS}, False),
+                ({"skip": ["head"]}, REST, False),
+                ({"overrides": {"head": "int8"}}, {*LAYERS}, False),
+            ]
+        ),
+        (partial(TernaryPrecision, only=["head", "first"]), {"head", "first"}, False),
+        (FP8Precision, {*LAYERS}, False),
+        (partial(FP8Precision, quantize_output=False), REST, True),
+    ],
+)
 def test_what_is_left_out_is_said(told, make, quantized, is_said):
     told.clear()
     say_once.cache_clear()
@@ -70,12 +73,15 @@ def test_what_is_left_out_is_said(told, make, quantized, is_said):
     assert "quantize_output" not in str(Reasons(model).module_reason("head", model.head)), "of another conversion"
 
 
-@each("make", [
-    *LEAVING,
-    partial(FP4Precision, LinearCasts.preset("fp8-delayed"), smooth_swiglu="channel"),
-    partial(FP4Precision, "nvfp4", shared_amax=["gate_proj|up_proj"], save="codes"),
-    partial(FP4Precision, "nvfp4", overrides={"up_proj": "mxfp8"}, compute_dtype="fp32"),
-])  # fmt: skip
+@each(
+    "make",
+    [
+        *LEAVING,
+        partial(FP4Precision, LinearCasts.preset("fp8-delayed"), smooth_swiglu="channel"),
+        partial(FP4Precision, "nvfp4", shared_amax=["gate_proj|up_proj"], save="codes"),
+        partial(FP4Precision, "nvfp4", overrides={"up_proj": "mxfp8"}, compute_dtype="fp32"),
+    ],
+)
 def test_a_run_goes_on_with_the_output_layer_of_its_checkpoint(make, tmp_path):
     path = tmp_path / "all.ckpt"
     fit(make(quantize_output=True)).save_checkpoint(path)

@@ -20,15 +20,18 @@ from tests.lightning_imports import Trainer
 from tests.tables import each
 
 
-@each("call", [
-    "FP4Precision('mxfp4')",
-    "FP4Precision('nvfp4', rounding={'wgrad_x': 'nearest'}, skip=['lm_head'])",
-    "FP8Precision('row', overrides={'up_proj': 'bf16'}, seed=3)",
-    "IntegerPrecision(4, activation_bits=6, group='row', symmetric=False)",
-    "IntegerPrecision(4, scale_format='bf16')",
-    "TernaryPrecision(None, scale_factor=1.5)",
-    "LowBitPrecision({'preset': 'nvfp4', 'fprop_x': None}, compute_dtype='fp32', only=['a', 'b'])",
-])  # fmt: skip
+@each(
+    "call",
+    [
+        "FP4Precision('mxfp4')",
+        "FP4Precision('nvfp4', rounding={'wgrad_x': 'nearest'}, skip=['lm_head'])",
+        "FP8Precision('row', overrides={'up_proj': 'bf16'}, seed=3)",
+        "IntegerPrecision(4, activation_bits=6, group='row', symmetric=False)",
+        "IntegerPrecision(4, scale_format='bf16')",
+        "TernaryPrecision(None, scale_factor=1.5)",
+        "LowBitPrecision({'preset': 'nvfp4', 'fprop_x': None}, compute_dtype='fp32', only=['a', 'b'])",
+    ],
+)
 def test_a_plugin_is_shown_as_the_call_that_makes_it(call):
     plugin = eval(call, {name: getattr(lightning_lowbit, name) for name in lightning_lowbit.__all__})
     assert repr(plugin) == call

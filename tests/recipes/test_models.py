@@ -92,17 +92,20 @@ def test_any_causal_language_model_of_transformers(tmp_path):
     loaded._loss(batch).backward()
 
 
-@each("arguments, message", [
-    ({"network": "llama-60"}, "network: there is no 'llama-60'. Did you mean 'llama-60m'?"),
-    ({"network": "bitnet-smal"}, "Did you mean 'bitnet-small'? Give one of llama-small, bitnet-small, llama-60m,"),
-    ({"network": "vit"}, "network: there is no 'vit'"),
-    ({"network": "./nowhere"}, "an existing folder with a config.json"),
-    ({"network": "empty"}, "has no configuration that transformers can read"),
-    ({"config": {"hidden_sise": 32}}, "Unknown value of LlamaConfig 'hidden_sise'. Did you mean 'hidden_size'?"),
-    ({"network": "bitnet-small", "config": {"hidden_sise": 32}}, "Unknown value of BitNetConfig 'hidden_sise'."),
-    ({"network": "gpt2", "config": {"n_lyer": 1}}, "Did you mean 'n_layer'?"),
-    ({"network": "half", "pretrained": True}, "transformers can load none from 'half'"),
-])  # fmt: skip
+@each(
+    "arguments, message",
+    [
+        ({"network": "llama-60"}, "network: there is no 'llama-60'. Did you mean 'llama-60m'?"),
+        ({"network": "bitnet-smal"}, "Did you mean 'bitnet-small'? Give one of llama-small, bitnet-small, llama-60m,"),
+        ({"network": "vit"}, "network: there is no 'vit'"),
+        ({"network": "./nowhere"}, "an existing folder with a config.json"),
+        ({"network": "empty"}, "has no configuration that transformers can read"),
+        ({"config": {"hidden_sise": 32}}, "Unknown value of LlamaConfig 'hidden_sise'. Did you mean 'hidden_size'?"),
+        ({"network": "bitnet-small", "config": {"hidden_sise": 32}}, "Unknown value of BitNetConfig 'hidden_sise'."),
+        ({"network": "gpt2", "config": {"n_lyer": 1}}, "Did you mean 'n_layer'?"),
+        ({"network": "half", "pretrained": True}, "transformers can load none from 'half'"),
+    ],
+)
 def test_a_wrong_network(arguments, message):
     Path("empty").mkdir(exist_ok=True)
     network_config("llama-small").save_pretrained("half")  # a configuration without weights
@@ -165,12 +168,15 @@ def test_validation_is_a_mean_over_tokens_with_a_smaller_last_batch():
     assert math.isnan(metrics["val_loss"]) and math.isnan(metrics["val_perplexity"]), "a loss that is no number shows"
 
 
-@each("make, batch", [
-    (lambda: CausalLM(**TINY), batches(1)[0]),
-    (lambda: PreferenceLM(**TINY), batches(1)[0]),
-    (lambda: ImageClassifier(), [torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])]),
-    (lambda: Forecaster(24, 4, {"num_hidden_layers": 1}), torch.arange(56.0).reshape(2, 28, 1)),
-])  # fmt: skip
+@each(
+    "make, batch",
+    [
+        (lambda: CausalLM(**TINY), batches(1)[0]),
+        (lambda: PreferenceLM(**TINY), batches(1)[0]),
+        (lambda: ImageClassifier(), [torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])]),
+        (lambda: Forecaster(24, 4, {"num_hidden_layers": 1}), torch.arange(56.0).reshape(2, 28, 1)),
+    ],
+)
 def test_a_validated_module_trains_and_is_validated_again(make, batch):
     module, loader = make(), DataLoader([batch], batch_size=None)
     trainer().validate(module, loader, verbose=False)

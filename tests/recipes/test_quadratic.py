@@ -53,6 +53,9 @@ def factors(losses):
     return losses[1:] / losses[:-1]
 
 
+# --- noise that shrinks with the gradient -----------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @each("curvature", [1.0, 2.5])
 def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature):
@@ -71,6 +74,9 @@ def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature):
     first, second = (factors(curves[Curve("noise", noise, 1)]) for noise in (2, 1))
     correlation = torch.corrcoef(torch.stack([first, second]))[0, 1]
     assert abs(correlation) < 4 / math.sqrt(STEPS), "each row has noise of its own"
+
+
+# --- errors of constant size ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -102,6 +108,9 @@ def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curv
     assert floors[1] / floors[0.1] == pytest.approx(19, rel=0.1)
 
 
+# --- real casts -------------------------------------------------------------------------------------------------------
+
+
 def descend_in(cast, step, amax):
     """Where 300 steps with λ = 1 and quantized gradients lead from a point of loss 1."""
     generator = torch.Generator().manual_seed(0)
@@ -124,6 +133,9 @@ def test_scales_that_follow_the_gradient_leave_no_floor_and_others_halt_or_obey_
     assert loss["nearest", 0.1] >= loss["nearest", 1] > 0.1
     assert loss["stochastic", 0.1] < loss["stochastic", 1] / 10
     assert loss["stochastic", 0.1] < loss["nearest", 0.1] / 10
+
+
+# --- the recipe and its picture ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -215,13 +215,16 @@ OPTIONS = "--model.init_args.optimizer.init_args"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_handler")
-@pytest.mark.parametrize("name, options", [
-    ("lion_adaptive", []),
-    ("adam_mini_adaptive", []),
-    ("stable_spam", [f"{OPTIONS}.moments=fp8", f"{OPTIONS}.reset_interval=3"]),
-    ("spam", [f"{OPTIONS}.density=0.25", f"{OPTIONS}.reset_interval=3"]),
-    ("dpo", ["--trainer.plugins.init_args.scaler.init_args.growth_interval=3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lion_adaptive", []),
+        ("adam_mini_adaptive", []),
+        ("stable_spam", [f"{OPTIONS}.moments=fp8", f"{OPTIONS}.reset_interval=3"]),
+        ("spam", [f"{OPTIONS}.density=0.25", f"{OPTIONS}.reset_interval=3"]),
+        ("dpo", ["--trainer.plugins.init_args.scaler.init_args.growth_interval=3"]),
+    ],
+)
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
     """With moments, switches, the reference of DPO, and its scale, which grows in the third step and in the sixth."""
     write_small()

@@ -115,17 +115,20 @@ def test_a_warm_up_that_does_not_fit(schedule):
             schedule(sgd(1.0), warmup).set_total_steps(8)
 
 
-@pytest.mark.parametrize("schedule, arguments, message", [
-    (WarmupCosine, {"final_fraction": 1.5}, "final_fraction is the last learning rate over the peak, 0 to 1; got"),
-    (WarmupCosine, {"final_fraction": -0.1}, "0 to 1; got -0.1"),
-    (TwoStageLinear, {"second_peak": 0.0}, "second_peak is a fraction of the first peak, above 0 and at most 1"),
-    (TwoStageLinear, {"second_peak": 1.5}, "at most 1; got 1.5. For 1e-3 after 1.5e-3 give 0.667."),
-    (TwoStageLinear, {"second_peak": float("nan")}, "got nan"),
-    (TwoStageLinear, {"at": 0.0}, "at is a fraction of all optimizer steps, between 0 and 1, both excluded; got 0"),
-    (TwoStageLinear, {"at": 1.0}, "both excluded; got 1.0"),
-    (TwoStageLinear, {"warmup_steps": 5}, "starts at step 4 of 8, but the first has to last for its warm-up of 5"),
-    (TwoStageLinear, {"warmup_steps": 0, "at": 0.01}, "starts at step 0 of 8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "message"),
+    [
+        (WarmupCosine, {"final_fraction": 1.5}, "final_fraction is the last learning rate over the peak, 0 to 1; got"),
+        (WarmupCosine, {"final_fraction": -0.1}, "0 to 1; got -0.1"),
+        (TwoStageLinear, {"second_peak": 0.0}, "second_peak is a fraction of the first peak, above 0 and at most 1"),
+        (TwoStageLinear, {"second_peak": 1.5}, "at most 1; got 1.5. For 1e-3 after 1.5e-3 give 0.667."),
+        (TwoStageLinear, {"second_peak": float("nan")}, "got nan"),
+        (TwoStageLinear, {"at": 0.0}, "at is a fraction of all optimizer steps, between 0 and 1, both excluded; got 0"),
+        (TwoStageLinear, {"at": 1.0}, "both excluded; got 1.0"),
+        (TwoStageLinear, {"warmup_steps": 5}, "starts at step 4 of 8, but the first has to last for its warm-up of 5"),
+        (TwoStageLinear, {"warmup_steps": 0, "at": 0.01}, "starts at step 0 of 8"),
+    ],
+)
 def test_wrong_arguments(schedule, arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         schedule(sgd(1.0), **{"warmup_steps": 2, "total_steps": 8, **arguments})

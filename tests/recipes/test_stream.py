@@ -212,18 +212,21 @@ def test_checkpoint_of_another_order_is_refused(tmp_path):
         open_loader(ranks=2, batch_size=100).load_state_dict(saved["combined_loader"][0])
 
 
-@each("path, arguments, message", [
-    ("c4", {"column": "txt"}, "c4-.* has no column 'txt', but has 'text', 'timestamp', 'url'; name the one"),
-    (C4, {"column": "txt"}, r"hf:./c4:en \(validation\) has no column 'txt', but has 'text', 'timestamp', 'url'"),
-    ("hf:./c4:fr", {}, r"'./c4', configuration 'fr', cannot be opened \(BuilderConfig 'fr' not found. Available"),
-    ("hf:/no/where/at/all", {}, "'/no/where/at/all', configuration None, cannot be opened .* check the name"),
-    ("nowhere", {}, "does not exist; check `path`, or write hf:NAME or hf:NAME:CONFIG"),
-    (C4, {"batch_size": 1000}, "at least 8001 bytes for one validation batch"),
-    ("hf:./short:en", {"val_batches": 2}, "at least 9 tokens for one sequence of 8, but `path` leaves 0 of them"),
-    ("hf:./short:en", {"val_batches": None}, "`val_batches` None asks for .* has only train; give a number"),
-    (C4, {"tokenizer": "/no/where"}, "'/no/where' cannot be loaded"),
-    ("hf:a/b", {"max_bytes": 10}, "max_bytes bounds text in memory, but hf:a/b is a stream"),
-])  # fmt: skip
+@each(
+    "path, arguments, message",
+    [
+        ("c4", {"column": "txt"}, "c4-.* has no column 'txt', but has 'text', 'timestamp', 'url'; name the one"),
+        (C4, {"column": "txt"}, r"hf:./c4:en \(validation\) has no column 'txt', but has 'text', 'timestamp', 'url'"),
+        ("hf:./c4:fr", {}, r"'./c4', configuration 'fr', cannot be opened \(BuilderConfig 'fr' not found. Available"),
+        ("hf:/no/where/at/all", {}, "'/no/where/at/all', configuration None, cannot be opened .* check the name"),
+        ("nowhere", {}, "does not exist; check `path`, or write hf:NAME or hf:NAME:CONFIG"),
+        (C4, {"batch_size": 1000}, "at least 8001 bytes for one validation batch"),
+        ("hf:./short:en", {"val_batches": 2}, "at least 9 tokens for one sequence of 8, but `path` leaves 0 of them"),
+        ("hf:./short:en", {"val_batches": None}, "`val_batches` None asks for .* has only train; give a number"),
+        (C4, {"tokenizer": "/no/where"}, "'/no/where' cannot be loaded"),
+        ("hf:a/b", {"max_bytes": 10}, "max_bytes bounds text in memory, but hf:a/b is a stream"),
+    ],
+)
 def test_mistakes_end_the_run_before_anything_is_written(path, arguments, message):
     write_c4((3,), validation=0, folder=Path("short"))
     write_c4((30,))

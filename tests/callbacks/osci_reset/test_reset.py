@@ -37,25 +37,31 @@ def test_what_oscillates_is_set_to_its_center():
     assert torch.allclose(weights[9][0, rest], WEIGHT[10][0, rest]), "others have been moved"
 
 
-@each("threshold, caught", [
-    (51.0, []),
-    (49.0, TREMBLE),
-    (4.5, [*TREMBLE, "crossing once"]),
-    (2.2, [*TREMBLE, "oscillating widely", "crossing once"]),
-    (1.2, [*TREMBLE, "oscillating widely", "crossing once"]),
-])  # fmt: skip
+@each(
+    "threshold, caught",
+    [
+        (51.0, []),
+        (49.0, TREMBLE),
+        (4.5, [*TREMBLE, "crossing once"]),
+        (2.2, [*TREMBLE, "oscillating widely", "crossing once"]),
+        (1.2, [*TREMBLE, "oscillating widely", "crossing once"]),
+    ],
+)
 def test_the_ratio_of_two_paths(threshold, caught):
     """50 for what oscillates, 5 for what crosses a threshold once, 2.5 for wide steps, 1 for what travels."""
     weights = fit(OsciReset(window=10, every=20, threshold=threshold))
     assert reset_at(weights) == ({10: caught} if caught else {})
 
 
-@each("rest, move, threshold", [
-    # The largest element trembles by 5 %, and with it all quantized values, by much more than the weights move.
-    ([1.1, -2.1, 4.2, -6.2, 3.2, 0.1, 2.2], 0.001, 8.0),
-    # It moves thresholds across weights that rest: codes flip, and yet these do not oscillate.
-    ([1.52, -2.6, 4.55, -6.6, 3.6, 0.51, 2.51], 0.0, 1.01),
-])  # fmt: skip
+@each(
+    "rest, move, threshold",
+    [
+        # The largest element trembles by 5 %, and with it all quantized values, by much more than the weights move.
+        ([1.1, -2.1, 4.2, -6.2, 3.2, 0.1, 2.2], 0.001, 8.0),
+        # It moves thresholds across weights that rest: codes flip, and yet these do not oscillate.
+        ([1.52, -2.6, 4.55, -6.6, 3.6, 0.51, 2.51], 0.0, 1.01),
+    ],
+)
 def test_a_scale_that_changes_is_no_jump(rest, move, threshold):
     script = WEIGHT.clone()
     script[1::2, 0, 0] = 7.35
@@ -90,13 +96,16 @@ def test_weights_stored_the_other_way_round():
     assert reset_at(weights) == {10: TREMBLE}
 
 
-@each("arguments, ends", [
-    ({"window": 4, "every": 10}, [4, 14, 24]),
-    ({"window": 4, "every": 10, "start": 5}, [9, 19, 29]),
-    ({"window": 4, "every": 10, "start": 25}, [29]),
-    ({"window": 4, "every": 4}, [4, 8, 12, 16, 20, 24, 28]),
-    ({}, []),
-])  # fmt: skip
+@each(
+    "arguments, ends",
+    [
+        ({"window": 4, "every": 10}, [4, 14, 24]),
+        ({"window": 4, "every": 10, "start": 5}, [9, 19, 29]),
+        ({"window": 4, "every": 10, "start": 25}, [29]),
+        ({"window": 4, "every": 4}, [4, 8, 12, 16, 20, 24, 28]),
+        ({}, []),
+    ],
+)
 def test_windows(arguments, ends):
     """A window ends after ``window`` optimizer steps, whatever the epochs, and that is when it is logged."""
     options = {"max_steps": 30, "limit_train_batches": 7, "logger": CSVLogger("logs"), "log_every_n_steps": 9}

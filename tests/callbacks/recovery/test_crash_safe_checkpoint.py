@@ -67,6 +67,9 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(crashes, case):
     assert any(name.endswith(".partial") for name in names), "no crash was in the midst of a save"
 
 
+# --- in one process ---
+
+
 def fit(*callbacks, model=None, ckpt_path=None, max_steps=2, **kwargs):
     defaults = {"limit_val_batches": 0, "enable_checkpointing": True}
     trainer = quiet_trainer(max_steps=max_steps, callbacks=list(callbacks), **{**defaults, **kwargs})

@@ -135,12 +135,15 @@ def warned():
     messages += [str(warning.message) for warning in records]
 
 
-@each("first, then, reason", [
-    ({"max_steps": 4}, {"max_steps": 8}, "leaves out the rest of that epoch"),
-    ({"max_steps": 4}, {"max_epochs": 2}, "leaves out the rest of that epoch"),
-    ({"max_epochs": 1}, {"max_steps": 8}, "counts batches on from that epoch"),
-    ({"max_epochs": 1}, {"max_epochs": 2}, None),
-])  # fmt: skip
+@each(
+    "first, then, reason",
+    [
+        ({"max_steps": 4}, {"max_steps": 8}, "leaves out the rest of that epoch"),
+        ({"max_steps": 4}, {"max_epochs": 2}, "leaves out the rest of that epoch"),
+        ({"max_epochs": 1}, {"max_steps": 8}, "counts batches on from that epoch"),
+        ({"max_epochs": 1}, {"max_epochs": 2}, None),
+    ],
+)
 def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tmp_path):
     model, whole = Draws(), Draws()
     run(model, **first).save_checkpoint(tmp_path / "last.ckpt")

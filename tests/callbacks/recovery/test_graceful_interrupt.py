@@ -69,15 +69,19 @@ def saved_step(path="interrupted.ckpt"):
 TWO = {"accumulate_grad_batches": 2}
 
 
-@pytest.mark.parametrize("signals, how, ends, last, validations, step", [
-    ({2: [SIGINT]}, TWO, 1, 3, [], 2),  # the first of the second step's two micro-batches
-    ({1: [SIGINT]}, {"val_check_interval": 2}, 1, 1, [2], 2),
-    # validation after the third micro-batch, the end of the step after the fourth
-    ({2: [SIGINT]}, {**TWO, "val_check_interval": 3}, 1, 3, [1], 2),
-    ({3: [SIGINT, SIGINT]}, {}, 1, 3, [], None),
-    ({2: [SIGTERM, SIGTERM], 3: [SIGTERM]}, TWO, 143, 3, [], 2),  # `timeout` sends it to command and group
-    ({3: [SIGTERM, SIGINT]}, {}, 1, 3, [], None),
-], ids=["accumulation", "validation", "in mid-step", "twice", "SIGTERM", "Ctrl-C after SIGTERM"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("signals", "how", "ends", "last", "validations", "step"),
+    [
+        ({2: [SIGINT]}, TWO, 1, 3, [], 2),  # the first of the second step's two micro-batches
+        ({1: [SIGINT]}, {"val_check_interval": 2}, 1, 1, [2], 2),
+        # validation after the third micro-batch, the end of the step after the fourth
+        ({2: [SIGINT]}, {**TWO, "val_check_interval": 3}, 1, 3, [1], 2),
+        ({3: [SIGINT, SIGINT]}, {}, 1, 3, [], None),
+        ({2: [SIGTERM, SIGTERM], 3: [SIGTERM]}, TWO, 143, 3, [], 2),  # `timeout` sends it to command and group
+        ({3: [SIGTERM, SIGINT]}, {}, 1, 3, [], None),
+    ],
+    ids=["accumulation", "validation", "validation in mid-step", "twice", "SIGTERM", "Ctrl-C after SIGTERM"],
+)
 def test_the_step_and_a_due_validation_end_and_a_second_ctrl_c_stops_at_once(
     signals, how, ends, last, validations, step
 ):

@@ -134,6 +134,9 @@ def test_the_first_whole_one_and_what_is_wrong_with_those_before_it(tmp_path):
     assert first_whole([]) == (None, {})
 
 
+# --- the Trainer ---
+
+
 def fit(folder, steps, ckpt_path=None):
     callback = CrashSafeCheckpoint(folder, every_n_train_steps=2, save_last=True, save_top_k=-1, filename="{step}")
     trainer = quiet_trainer(max_steps=steps, limit_val_batches=0, callbacks=[callback], enable_checkpointing=True)

@@ -37,15 +37,18 @@ def fit(*callbacks, **kwargs):
     return runs.fit(*callbacks, **{"max_steps": 6, **kwargs}).phases
 
 
-@each("callbacks, kwargs, full, qaf", [
-    ([QAFSwitch(at=2 / 3)], {"accumulate_grad_batches": 3}, 4, 2),
-    ([QAFSwitch(step=4)], {"accumulate_grad_batches": 3}, 4, 2),
-    ([QAFSwitch(at=0.0)], {}, 0, 6),
-    ([QAFSwitch(at=1.0)], {}, 6, 0),
-    ([QAFSwitch(at=0.5)], {**EPOCHS, "max_epochs": 2}, 4, 4),
-    ([QAFSwitch(at=2 / 3), Accumulation({0: 4, 1: 1})], {**EPOCHS, "max_epochs": 3}, 6, 3),
-    ([QAFSwitch(at=2 / 3), Accumulation({0: 1, 1: 4})], {**EPOCHS, "max_epochs": 3}, 4, 2),
-])  # fmt: skip
+@each(
+    "callbacks, kwargs, full, qaf",
+    [
+        ([QAFSwitch(at=2 / 3)], {"accumulate_grad_batches": 3}, 4, 2),
+        ([QAFSwitch(step=4)], {"accumulate_grad_batches": 3}, 4, 2),
+        ([QAFSwitch(at=0.0)], {}, 0, 6),
+        ([QAFSwitch(at=1.0)], {}, 6, 0),
+        ([QAFSwitch(at=0.5)], {**EPOCHS, "max_epochs": 2}, 4, 4),
+        ([QAFSwitch(at=2 / 3), Accumulation({0: 4, 1: 1})], {**EPOCHS, "max_epochs": 3}, 6, 3),
+        ([QAFSwitch(at=2 / 3), Accumulation({0: 1, 1: 4})], {**EPOCHS, "max_epochs": 3}, 4, 2),
+    ],
+)
 def test_switches_all_layers_at_a_step(callbacks, kwargs, full, qaf):
     assert fit(*callbacks, **kwargs) == ["fqt"] * full + ["qaf"] * qaf
 

@@ -94,20 +94,23 @@ def test_a_checkpoint_without_a_count_says_so():
         assert first_step(QAFSwitch(tokens=20), ckpt_path="3.ckpt") == 5
 
 
-@each("said, plateau, begin", [
-    ([3, 2, 1, 1, 1, 1], {"patience": 2}, 5),
-    ([3, 2, 2, 1, 1, 1], {"patience": 2}, 6),
-    ([1, 2, 1, 3, 0.5, 1], {"patience": 3}, 4),
-    ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 2, "min_delta": 0.5}, None),  # each is compared to the best one
-    ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 1, "min_delta": 0.5}, 2),
-    ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 1, "min_delta": 0.25}, None),
-    ([1, 2, 3, 4, 4, 4], {"patience": 1, "mode": "max"}, 5),
-    ([1, 2, 3, 4, 5, 6], {"patience": 6, "mode": "max"}, None),
-    ([math.nan, math.nan, 1, 2, 3, 4], {"patience": 3}, 6),
-    ([1, math.nan, math.nan, 0, 0, 0], {"patience": 2}, 3),
-    ([1, -math.inf, -math.inf, 0, 0, 0], {"patience": 2}, 3),
-    ([math.inf, math.inf, 1, 2, 3, 4], {"patience": 2, "mode": "max"}, 2),
-])  # fmt: skip
+@each(
+    ("said", "plateau", "begin"),
+    [
+        ([3, 2, 1, 1, 1, 1], {"patience": 2}, 5),
+        ([3, 2, 2, 1, 1, 1], {"patience": 2}, 6),
+        ([1, 2, 1, 3, 0.5, 1], {"patience": 3}, 4),
+        ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 2, "min_delta": 0.5}, None),  # each is compared to the best one
+        ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 1, "min_delta": 0.5}, 2),
+        ([3, 2.5, 2, 1.5, 1, 0.5], {"patience": 1, "min_delta": 0.25}, None),
+        ([1, 2, 3, 4, 4, 4], {"patience": 1, "mode": "max"}, 5),
+        ([1, 2, 3, 4, 5, 6], {"patience": 6, "mode": "max"}, None),
+        ([math.nan, math.nan, 1, 2, 3, 4], {"patience": 3}, 6),
+        ([1, math.nan, math.nan, 0, 0, 0], {"patience": 2}, 3),
+        ([1, -math.inf, -math.inf, 0, 0, 0], {"patience": 2}, 3),
+        ([math.inf, math.inf, 1, 2, 3, 4], {"patience": 2, "mode": "max"}, 2),
+    ],
+)
 def test_begins_after_a_plateau(said, plateau, begin):
     switch = PrecisionSwitch("fqt", plateau=plateau, steps=2)
     expected = [1.0] * 7 if begin is None else [1.0] * begin + [0, 0.5] + [1.0] * 4  # once
@@ -199,14 +202,17 @@ class Measured(Callback):
     on_train_end = on_train_batch_start
 
 
-@each("values, expected", [
-    ([3, 1, 1, 3], 4),  # the 2nd and 3rd are below; that of the 3rd step is looked at once four are taken
-    ([1, 3, 1, 1, 3], 5),
-    ([1, math.nan, 1, 1], 5),
-    ([2, 2, 2], None),  # the threshold itself is not below
-    ([1, 3, 1, 3, 1, 3, 1, 3], None),
-    ([1, 1], 3),
-])  # fmt: skip
+@each(
+    "values, expected",
+    [
+        ([3, 1, 1, 3], 4),  # the 2nd and 3rd are below; that of the 3rd step is looked at once four are taken
+        ([1, 3, 1, 1, 3], 5),
+        ([1, math.nan, 1, 1], 5),
+        ([2, 2, 2], None),  # the threshold itself is not below
+        ([1, 3, 1, 3, 1, 3, 1, 3], None),
+        ([1, 1], 3),
+    ],
+)
 def test_after_some_measurements_in_a_row(values, expected):
     for order in (1, -1):
         switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))

@@ -71,13 +71,16 @@ def test_losses_over_learning_rates(between):
     assert rates.bands["a+b"][0][1:] == [2.5, 2.0, 4.0]
 
 
-@each("results", [
-    {"bf16": {0: result(2.0)}},
-    by_rate("a", {"1e-3": [2.0], "5e-3": [2.0]}) | by_rate("b", {"1e-2": [2.0], "5e-3": [2.0]}),
-    {**by_rate("a", {"1e-3": [2.0], "5e-3": [2.0]}), "a@1e-2": {}},
-    by_rate("a", {rate: [2.0] for rate in ("1e-3", "5e-3", "0", "1e999", "1.2.3", "fast")}),
-    by_rate("", {"1e-3": [2.0], "5e-3": [2.0], "1e-2": [2.0]}),
-])  # fmt: skip
+@each(
+    "results",
+    [
+        {"bf16": {0: result(2.0)}},
+        by_rate("a", {"1e-3": [2.0], "5e-3": [2.0]}) | by_rate("b", {"1e-2": [2.0], "5e-3": [2.0]}),
+        {**by_rate("a", {"1e-3": [2.0], "5e-3": [2.0]}), "a@1e-2": {}},
+        by_rate("a", {rate: [2.0] for rate in ("1e-3", "5e-3", "0", "1e999", "1.2.3", "fast")}),
+        by_rate("", {"1e-3": [2.0], "5e-3": [2.0], "1e-2": [2.0]}),
+    ],
+)
 def test_there_is_no_curve_of_two_rates(results):
     assert set(study_charts(results, next(iter(results)))) == {"loss", "gap"}
 

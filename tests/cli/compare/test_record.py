@@ -106,16 +106,19 @@ def test_long_histories_are_thinned_to_the_same_steps_and_keep_the_last():
     assert len(part) > 100 and {step for step, _ in whole if step >= part[0][0]} <= {step for step, _ in part}
 
 
-@pytest.mark.parametrize("arguments, line", [
-    (["--from=none.json"], "There is no none.json. Give the STUDY.json that `lowbit compare` wrote."),
-    (["--from=table.md"], "no record of a study, which `lowbit compare` writes as <study>.json"),
-    (["--from=other.json"], "no record of a study"),
-    (["--from=newer.json"], "a record of version 2, and this lightning_lowbit reads 1. Install the version"),
-    (["--from=mine.json", "--study=qat", "--seeds=1"], "takes --output alone: leave out --study and --seeds."),
-    (["--from=mine.json", "--config=quickstart"], "leave out --config."),
-    (["--from=mine.json", "--jobs=2", "--pilot"], "leave out --jobs and --pilot."),
-    (["--from=mine.json", "--trainer.max_steps=3"], "leave out --trainer.max_steps=3."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--from=none.json"], "There is no none.json. Give the STUDY.json that `lowbit compare` wrote."),
+        (["--from=table.md"], "no record of a study, which `lowbit compare` writes as <study>.json"),
+        (["--from=other.json"], "no record of a study"),
+        (["--from=newer.json"], "a record of version 2, and this lightning_lowbit reads 1. Install the version"),
+        (["--from=mine.json", "--study=qat", "--seeds=1"], "takes --output alone: leave out --study and --seeds."),
+        (["--from=mine.json", "--config=quickstart"], "leave out --config."),
+        (["--from=mine.json", "--jobs=2", "--pilot"], "leave out --jobs and --pilot."),
+        (["--from=mine.json", "--trainer.max_steps=3"], "leave out --trainer.max_steps=3."),
+    ],
+)
 def test_what_cannot_be_drawn_is_one_line(arguments, line, capsys):
     Path("mine.json").write_text(record().as_json())
     Path("table.md").write_text("| run |")
@@ -127,19 +130,22 @@ def test_what_cannot_be_drawn_is_one_line(arguments, line, capsys):
     assert not list(Path().glob("*.html"))
 
 
-@pytest.mark.parametrize("path, value, line", [
-    (["baseline"], "bf17", "Did you mean 'bf16'?"),
-    (["sedes"], {}, "Did you mean 'seeds'?"),
-    (["study"], "../mine", "study is the name of a file"),
-    (["effects"], {"fp4": 3}, "such as {expected: +0.02}"),
-    (["seeds"], {}, "'bf16'"),
-    (["runs", "bf16", "0"], {"steps": 3}, "missing"),
-    (["runs", "bf16", "0", "spiks"], 0, "Did you mean 'spikes'?"),
-    (["runs", "bf16", "0", "seconds"], "many", "has text where a number should be"),
-    (["runs", "bf16", "0", "metrics"], [], "'list' object"),
-    (["runs", "bf16", "0", "history", "val_loss"], [[1]], "not enough values"),
-    (["runs", "bf16", "0", "phases"], ["fqt"], "has text where a number should be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        (["baseline"], "bf17", "Did you mean 'bf16'?"),
+        (["sedes"], {}, "Did you mean 'seeds'?"),
+        (["study"], "../mine", "study is the name of a file"),
+        (["effects"], {"fp4": 3}, "such as {expected: +0.02}"),
+        (["seeds"], {}, "'bf16'"),
+        (["runs", "bf16", "0"], {"steps": 3}, "missing"),
+        (["runs", "bf16", "0", "spiks"], 0, "Did you mean 'spikes'?"),
+        (["runs", "bf16", "0", "seconds"], "many", "has text where a number should be"),
+        (["runs", "bf16", "0", "metrics"], [], "'list' object"),
+        (["runs", "bf16", "0", "history", "val_loss"], [[1]], "not enough values"),
+        (["runs", "bf16", "0", "phases"], ["fqt"], "has text where a number should be"),
+    ],
+)
 def test_a_damaged_record_is_one_line(path, value, line, capsys):
     content = json.loads(record().as_json())
     place = content

@@ -96,22 +96,25 @@ def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
     assert f"{result['metrics']['val_loss']:.4f}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, line", [
-    (["--dryrun"], "There is no option --dryrun. Did you mean '--dry_run'?"),
-    (["--jobs=0"], "--jobs is the number of runs at a time, 1 or more; got 0"),
-    (["--lr=high"], "--lr takes numbers such as 1e-3,3e-4; got 'high'"),
-    (["--lr=1e-3,0.001"], "twice"),
-    (["--lr=1e-3", "--model.init_args.optimizer.init_args.lr=5"], "contradict each other"),
-    (["--config=goes_on.yaml"], "ckpt_path"),
-    (["--vary=bf16,bf16"], "The study has the row 'bf16' twice"),
-    (["--vary=bf16,other/bf16.yaml"], "The study has the row 'bf16' twice"),
-    (["--seeds=1,1"], "The study has the seed '1' twice"),
-    (["--vary=bf17"], "Did you mean 'bf16'?"),
-    (["--vary=bf16,nvfp4", "--baseline=bf16+x"], "there is no row 'bf16+x'. Did you mean 'bf16'?"),
-    (["--seed_everything=3"], "use --seeds"),
-    (["--trainer.default_root_dir=x"], "use --seeds and --output"),
-    (["--config=no_optimizer.yaml", "--lr=1e-3"], "names its optimizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--dryrun"], "There is no option --dryrun. Did you mean '--dry_run'?"),
+        (["--jobs=0"], "--jobs is the number of runs at a time, 1 or more; got 0"),
+        (["--lr=high"], "--lr takes numbers such as 1e-3,3e-4; got 'high'"),
+        (["--lr=1e-3,0.001"], "twice"),
+        (["--lr=1e-3", "--model.init_args.optimizer.init_args.lr=5"], "contradict each other"),
+        (["--config=goes_on.yaml"], "ckpt_path"),
+        (["--vary=bf16,bf16"], "The study has the row 'bf16' twice"),
+        (["--vary=bf16,other/bf16.yaml"], "The study has the row 'bf16' twice"),
+        (["--seeds=1,1"], "The study has the seed '1' twice"),
+        (["--vary=bf17"], "Did you mean 'bf16'?"),
+        (["--vary=bf16,nvfp4", "--baseline=bf16+x"], "there is no row 'bf16+x'. Did you mean 'bf16'?"),
+        (["--seed_everything=3"], "use --seeds"),
+        (["--trainer.default_root_dir=x"], "use --seeds and --output"),
+        (["--config=no_optimizer.yaml", "--lr=1e-3"], "names its optimizer"),
+    ],
+)
 def test_a_wrong_study_writes_nothing(arguments, line, capsys):
     Path("other").mkdir()
     Path("other/bf16.yaml").write_text("{}")

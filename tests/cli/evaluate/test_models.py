@@ -112,14 +112,17 @@ def test_folders_that_would_load_without_their_quantization_are_refused(folder, 
         load(folder)
 
 
-@each("options, message", [
-    ([], f": {install_extra('lm_eval')}."),
-    (["--limit", "0"], "--limit is a number of documents, above 0; got 0.0."),
-    (["--limit", "2.5"], "--limit is a whole number of documents, or a share below 1; got 2.5."),
-    (["--batch_size", "many"], "--batch_size is auto or a number of requests, 1 or more; got 'many'."),
-    (["--num_fewshot", "-1"], "--num_fewshot is a number of examples, 0 or more; got -1."),
-    (["--output", "results.txt"], "--output is the name of a file such as results.json; got 'results.txt'."),
-])  # fmt: skip
+@each(
+    "options, message",
+    [
+        ([], f": {install_extra('lm_eval')}."),
+        (["--limit", "0"], "--limit is a number of documents, above 0; got 0.0."),
+        (["--limit", "2.5"], "--limit is a whole number of documents, or a share below 1; got 2.5."),
+        (["--batch_size", "many"], "--batch_size is auto or a number of requests, 1 or more; got 'many'."),
+        (["--num_fewshot", "-1"], "--num_fewshot is a number of examples, 0 or more; got -1."),
+        (["--output", "results.txt"], "--output is the name of a file such as results.json; got 'results.txt'."),
+    ],
+)
 def test_options_are_checked_before_the_harness_is_missing(options, message, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     Path("last.ckpt").touch()

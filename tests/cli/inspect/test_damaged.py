@@ -25,6 +25,9 @@ class Evil:
         return os.mkdir, ("code ran",)
 
 
+# --- whole files ---
+
+
 def whole(draw, path):
     """A checkpoint, weights alone, in torch's old format, of safetensors, or a folder with or without an index."""
     state = {f"layers.{i}.weight": torch.randn(draw.choice([1, 8, 16]), draw.choice([1, 16, 33])) for i in range(2)}
@@ -38,6 +41,9 @@ def whole(draw, path):
         index = json.dumps({"weight_map": dict.fromkeys(state, name)})
         (path / "model.safetensors.index.json").write_text(index)
     return path / name if name.startswith("a.") else path
+
+
+# --- damage to bytes ---
 
 
 def flip(draw, data):
@@ -64,6 +70,8 @@ DAMAGE = [
     lambda draw, data: data[len(data) // 2 :] + data[: len(data) // 2],
     lambda draw, data: draw.choice([0, 2, 2**31, 2**62, 2**64 - 1]).to_bytes(8, "little") + data[8:],
 ]
+
+# --- other content ---
 
 ODD = {
     "meta": lambda: torch.empty(4, 4, device="meta"),

@@ -72,24 +72,27 @@ def write(name, content):
         (save_file if path.suffix == ".safetensors" else torch.save)(content, path)
 
 
-@each("name, content, line", [
-    ("nothing.ckpt", None, "There is no nothing.ckpt. Give a Lightning .ckpt, "),
-    ("object.ckpt", OBJECT, " holds an object, functools.partial, beside tensors and primitives. Save the weights"),
-    ("empty.ckpt", "", " cannot be loaded (EOFError). It is damaged, or no checkpoint: give another."),
-    ("text.ckpt", "hello there\n" * 20, "text.ckpt is a text, and no checkpoint."),
-    ("text.safetensors", "hello there\n" * 20, " cannot be read (Error while deserializing header"),
-    ("numbers.ckpt", NUMBERS, "numbers.ckpt holds no matrix of floating point numbers"),
-    ("tensor.ckpt", torch.ones(4, 16), " holds a Tensor, not the mapping that a checkpoint is."),
-    ("sharded/.metadata", "", "`lowbit consolidate sharded` makes of it"),
-    ("folder/text", "", "The folder folder holds neither model.safetensors nor pytorch_model.bin."),
-    (f"garbage/{INDEX}", "garbage", f"garbage{NO_INDEX}"),
-    (f"empty/{INDEX}", "{}", f"empty{NO_INDEX}"),
-    (f"nested/{INDEX}", "[" * 200_000, f"nested{NO_INDEX}"),
-    ("sparse.pt", SPARSE, "up is sparse (sparse_coo); save weight.to_dense(). Name the other weights with --only"),
-    ("meta.pt", {"up.weight": torch.empty(2, 16, device="meta")}, "up has a shape and no numbers (it is on the me"),
-    ("codes.safetensors", CODES, "up holds codes of FP4, two in a byte, which are quantized already. Name the"),
-    ("half/model.safetensors.index.json", HALF, "No such file or directory: half/1.safetensors"),
-])  # fmt: skip
+@each(
+    "name, content, line",
+    [
+        ("nothing.ckpt", None, "There is no nothing.ckpt. Give a Lightning .ckpt, "),
+        ("object.ckpt", OBJECT, " holds an object, functools.partial, beside tensors and primitives. Save the weights"),
+        ("empty.ckpt", "", " cannot be loaded (EOFError). It is damaged, or no checkpoint: give another."),
+        ("text.ckpt", "hello there\n" * 20, "text.ckpt is a text, and no checkpoint."),
+        ("text.safetensors", "hello there\n" * 20, " cannot be read (Error while deserializing header"),
+        ("numbers.ckpt", NUMBERS, "numbers.ckpt holds no matrix of floating point numbers"),
+        ("tensor.ckpt", torch.ones(4, 16), " holds a Tensor, not the mapping that a checkpoint is."),
+        ("sharded/.metadata", "", "`lowbit consolidate sharded` makes of it"),
+        ("folder/text", "", "The folder folder holds neither model.safetensors nor pytorch_model.bin."),
+        (f"garbage/{INDEX}", "garbage", f"garbage{NO_INDEX}"),
+        (f"empty/{INDEX}", "{}", f"empty{NO_INDEX}"),
+        (f"nested/{INDEX}", "[" * 200_000, f"nested{NO_INDEX}"),
+        ("sparse.pt", SPARSE, "up is sparse (sparse_coo); save weight.to_dense(). Name the other weights with --only"),
+        ("meta.pt", {"up.weight": torch.empty(2, 16, device="meta")}, "up has a shape and no numbers (it is on the me"),
+        ("codes.safetensors", CODES, "up holds codes of FP4, two in a byte, which are quantized already. Name the"),
+        ("half/model.safetensors.index.json", HALF, "No such file or directory: half/1.safetensors"),
+    ],
+)
 def test_what_is_no_checkpoint(name, content, line, capsys):
     if content is not None:
         write(name, content)
@@ -99,19 +102,22 @@ def test_what_is_no_checkpoint(name, content, line, capsys):
     assert not list(Path().glob("*.png"))
 
 
-@each("arguments, line", [
-    (["--casts", "nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
-    (["--casts", "4"], "a preset's name or a mapping of fields; got 4."),
-    (["--casts", "bf16"], "bf16 leaves weights in high precision (no fprop_w)"),
-    (["--casts", "{elment: int4}"], "Unknown field of Cast 'elment'. Did you mean 'element'?"),
-    (["--casts", "{element: int4"], "--casts takes presets and fields of casts"),
-    (["--casts", ""], "--casts takes presets and fields of casts"),
-    (["--casts", "nvfp4", "--only", "u"], "--only: the pattern 'u' matches no weight. There are 1, e.g. up."),
-    (["--casts", "nvfp4", "--only", "("], "--only: '(' is not a regular expression"),
-    (["--casts", "nvfp4", "--transposed", "c_fc"], "--transposed: the pattern 'c_fc' matches no weight."),
-    (["--casts", "nvfp4", "--output=a.doc"], "is the name of a picture, such as casts.png; got 'a.doc'."),
-    ([], "lowbit inspect needs --casts (presets). For example: lowbit inspect runs/"),
-])  # fmt: skip
+@each(
+    "arguments, line",
+    [
+        (["--casts", "nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
+        (["--casts", "4"], "a preset's name or a mapping of fields; got 4."),
+        (["--casts", "bf16"], "bf16 leaves weights in high precision (no fprop_w)"),
+        (["--casts", "{elment: int4}"], "Unknown field of Cast 'elment'. Did you mean 'element'?"),
+        (["--casts", "{element: int4"], "--casts takes presets and fields of casts"),
+        (["--casts", ""], "--casts takes presets and fields of casts"),
+        (["--casts", "nvfp4", "--only", "u"], "--only: the pattern 'u' matches no weight. There are 1, e.g. up."),
+        (["--casts", "nvfp4", "--only", "("], "--only: '(' is not a regular expression"),
+        (["--casts", "nvfp4", "--transposed", "c_fc"], "--transposed: the pattern 'c_fc' matches no weight."),
+        (["--casts", "nvfp4", "--output=a.doc"], "is the name of a picture, such as casts.png; got 'a.doc'."),
+        ([], "lowbit inspect needs --casts (presets). For example: lowbit inspect runs/"),
+    ],
+)
 def test_mistakes(arguments, line, capsys):
     write("good.ckpt", GOOD)
     assert inspect("good.ckpt", *arguments) == 2

@@ -181,6 +181,8 @@ def test_last_is_searched_where_the_checkpoints_are():
         assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0
 
 
+# --- validate takes the casts of a checkpoint, whatever those of the configuration are ---
+
 LAST = Path("runs/tiny/version_0/checkpoints/last.ckpt")
 
 

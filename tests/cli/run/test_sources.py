@@ -89,14 +89,17 @@ Other = Plain
 """
 
 
-@each("name, arguments", [
-    ("Plain", {"size"}),
-    ("Passing", {"depth", "size"}),
-    ("Inheriting", {"depth", "size"}),
-    ("Other", {"size"}),
-    ("Optimizer", {"more", *named(torch.optim.SGD.__init__)}),
-    *((name, None) for name in ("Keeping", "Changing", "Unknown", "Rounder", "Fields", "Decorated", "Later", "No")),
-])  # fmt: skip
+@each(
+    "name, arguments",
+    [
+        ("Plain", {"size"}),
+        ("Passing", {"depth", "size"}),
+        ("Inheriting", {"depth", "size"}),
+        ("Other", {"size"}),
+        ("Optimizer", {"more", *named(torch.optim.SGD.__init__)}),
+        *((name, None) for name in ("Keeping", "Changing", "Unknown", "Rounder", "Fields", "Decorated", "Later", "No")),
+    ],
+)
 def test_what_a_source_leaves_open_is_left_to_the_parser(name, arguments, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine_of_sources.py").write_text(SOURCE)
@@ -106,17 +109,20 @@ def test_what_a_source_leaves_open_is_left_to_the_parser(name, arguments, monkey
     assert missing_class(f"mine_of_sources.{name}") is None
 
 
-@each("arguments, line", [
-    (["--model.networ=x"], "There is no option --model.networ. Did you mean 'network'? CausalLM takes config, ga"),
-    (["--model.optimizer.lrr=1"], "--model.optimizer.lrr. Did you mean 'lr'? StableSPAM takes betas"),
-    (["--model.optimizer=torch.optim.SGD", "--model.optimizer.gamma1=1"], "SGD takes dampening"),
-    (["--model.init_args={networ: x}"], "There is no option --model.init_args.networ."),
-    (["--trainer.callbacks.save_topk=1"], "Did you mean 'save_top_k'? CrashSafeCheckpoint takes"),
-    (["--model.class_path=lightning_lowbit.recipes.models.CausalM"], "has no CausalM. Did you mean 'CausalLM'?"),
-    (["--config=adamw", "--model.optimizer.gamma1=1"], "AdamW takes amsgrad"),
-    (["--config=mine.yaml"], "--model.init_args.networ in mine.yaml. Did you mean 'network'?"),
-    (["--config=bare.yaml"], "--data.path in bare.yaml: arguments of a class stand in its init_args. Write data:"),
-])  # fmt: skip
+@each(
+    "arguments, line",
+    [
+        (["--model.networ=x"], "There is no option --model.networ. Did you mean 'network'? CausalLM takes config, ga"),
+        (["--model.optimizer.lrr=1"], "--model.optimizer.lrr. Did you mean 'lr'? StableSPAM takes betas"),
+        (["--model.optimizer=torch.optim.SGD", "--model.optimizer.gamma1=1"], "SGD takes dampening"),
+        (["--model.init_args={networ: x}"], "There is no option --model.init_args.networ."),
+        (["--trainer.callbacks.save_topk=1"], "Did you mean 'save_top_k'? CrashSafeCheckpoint takes"),
+        (["--model.class_path=lightning_lowbit.recipes.models.CausalM"], "has no CausalM. Did you mean 'CausalLM'?"),
+        (["--config=adamw", "--model.optimizer.gamma1=1"], "AdamW takes amsgrad"),
+        (["--config=mine.yaml"], "--model.init_args.networ in mine.yaml. Did you mean 'network'?"),
+        (["--config=bare.yaml"], "--data.path in bare.yaml: arguments of a class stand in its init_args. Write data:"),
+    ],
+)
 def test_a_name_that_a_class_does_not_take_is_answered_with_those_it_takes(arguments, line, capsys):
     Path("mine.yaml").write_text("model: {init_args: {networ: x}}")
     Path("bare.yaml").write_text("data: {path: x}")

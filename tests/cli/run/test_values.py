@@ -76,37 +76,40 @@ def test_no_value_is_refused_that_the_parser_accepts():
     assert len(early) > 80 and len(late - early) < 20, "the sources leave more open than they do today"
 
 
-@each("arguments, line", [
-    (["--trainer.max_epochs=two"], "--trainer.max_epochs takes a whole number or null; got 'two'. Give a value"),
-    (["--trainer.max_steps=1e3"], "--trainer.max_steps takes a whole number; got '1e3'. Write 1000."),
-    (["--seed_everything=abc"], "--seed_everything takes a whole number or true or false; got 'abc'. Give a value"),
-    (["--data.batch_size=big"], "got 'big'. Give a value such as --data.batch_size 8."),
-    (["--model.optimizer.lr=high"], "takes a number; got 'high'. Give a value such as --model.optimizer.lr 0.001."),
-    (["--trainer.detect_anomaly=maybe"], "takes true or false; got 'maybe'."),
-    (["--model.gather_dtype=bf17"], "one of 'bf16' or null; got 'bf17'. Did you mean 'bf16'?"),
-    (["--trainer.detect_anomaly", "--trainer.max_steps=1"], "--trainer.detect_anomaly takes a value, and none"),
-    (["--data.batch_size"], "--data.batch_size takes a value, and none follows it."),
-    (["--data.batch_size="], "--data.batch_size takes a whole number; got ''."),
-    (["--config=listed.yaml"], "--trainer.callbacks.init_args.every in listed.yaml takes a whole number; got 'x'."),
-    ([f"--trainer.callbacks=[{RESET}]"], "--trainer.callbacks.init_args.every takes a whole number; got 'x'."),
-    (["--config=mine.yaml"], "--trainer.max_steps in mine.yaml takes a whole number; got 'few'."),
-    (["--trainer.plugins.casts=nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
-    (["--trainer.plugins.attention=fp7"], "The option is --trainer.plugins.attention."),
-    (["--model.scheduler=Nope"], "--model.scheduler takes a class, and there is no Nope."),
-    (["--model.scheduler=torch.optim.lr_scheduler.StepLT"], "torch.optim.lr_scheduler has no StepLT. Did you mean"),
-    (["--model=CausaLM"], "--model takes a class, and there is no CausaLM. Did you mean 'CausalLM'?"),
-    (["--optimizer=AdamW"], "There is no option --optimizer. Did you mean '--model.optimizer'?"),
-    (["--config=own.yaml"], "There is no option --lr_scheduler in own.yaml. Did you mean 'model.scheduler'?"),
-    (["--config=short.yaml"], "--trainer.callbacks in short.yaml takes a class, and there is no GradNoise. Did"),
-    (["--trainer.plugins.class_path=FP4Precison"], "--trainer.plugins takes a class, and there is no FP4Precison."),
-    (["--trainer.logger=[{class_path: CSVLoger}]"], "there is no CSVLoger. Did you mean 'CSVLogger'?"),
-    (["--trainer.callbacks=[EarlyStopping, EarlyStoping]"], "there is no EarlyStoping. Did you mean 'EarlyStoppi"),
-    (["--trainer.callbacks+=EarlyStoping"], "Did you mean 'EarlyStopping'? Give its path"),
-    (["--trainer.plugins.backend=nativ"], "Unknown backend 'nativ'. Did you mean 'native'?"),
-    (["--trainer.plugins=lightning_lowbit.FP8Precision", "--trainer.plugins.scaling=row_wise"], "Unknown scaling"),
-    (["--trainer.plugins.compute_dtype=x"], "Choose one of: 'auto', 'bf16', 'fp16', 'fp32'"),
-    (["--config=adamw", "--model.optimizer.fused=fast"], "fused takes true or false or null; got 'fast'"),
-])  # fmt: skip
+@each(
+    "arguments, line",
+    [
+        (["--trainer.max_epochs=two"], "--trainer.max_epochs takes a whole number or null; got 'two'. Give a value"),
+        (["--trainer.max_steps=1e3"], "--trainer.max_steps takes a whole number; got '1e3'. Write 1000."),
+        (["--seed_everything=abc"], "--seed_everything takes a whole number or true or false; got 'abc'. Give a value"),
+        (["--data.batch_size=big"], "got 'big'. Give a value such as --data.batch_size 8."),
+        (["--model.optimizer.lr=high"], "takes a number; got 'high'. Give a value such as --model.optimizer.lr 0.001."),
+        (["--trainer.detect_anomaly=maybe"], "takes true or false; got 'maybe'."),
+        (["--model.gather_dtype=bf17"], "one of 'bf16' or null; got 'bf17'. Did you mean 'bf16'?"),
+        (["--trainer.detect_anomaly", "--trainer.max_steps=1"], "--trainer.detect_anomaly takes a value, and none"),
+        (["--data.batch_size"], "--data.batch_size takes a value, and none follows it."),
+        (["--data.batch_size="], "--data.batch_size takes a whole number; got ''."),
+        (["--config=listed.yaml"], "--trainer.callbacks.init_args.every in listed.yaml takes a whole number; got 'x'."),
+        ([f"--trainer.callbacks=[{RESET}]"], "--trainer.callbacks.init_args.every takes a whole number; got 'x'."),
+        (["--config=mine.yaml"], "--trainer.max_steps in mine.yaml takes a whole number; got 'few'."),
+        (["--trainer.plugins.casts=nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
+        (["--trainer.plugins.attention=fp7"], "The option is --trainer.plugins.attention."),
+        (["--model.scheduler=Nope"], "--model.scheduler takes a class, and there is no Nope."),
+        (["--model.scheduler=torch.optim.lr_scheduler.StepLT"], "torch.optim.lr_scheduler has no StepLT. Did you mean"),
+        (["--model=CausaLM"], "--model takes a class, and there is no CausaLM. Did you mean 'CausalLM'?"),
+        (["--optimizer=AdamW"], "There is no option --optimizer. Did you mean '--model.optimizer'?"),
+        (["--config=own.yaml"], "There is no option --lr_scheduler in own.yaml. Did you mean 'model.scheduler'?"),
+        (["--config=short.yaml"], "--trainer.callbacks in short.yaml takes a class, and there is no GradNoise. Did"),
+        (["--trainer.plugins.class_path=FP4Precison"], "--trainer.plugins takes a class, and there is no FP4Precison."),
+        (["--trainer.logger=[{class_path: CSVLoger}]"], "there is no CSVLoger. Did you mean 'CSVLogger'?"),
+        (["--trainer.callbacks=[EarlyStopping, EarlyStoping]"], "there is no EarlyStoping. Did you mean 'EarlyStoppi"),
+        (["--trainer.callbacks+=EarlyStoping"], "Did you mean 'EarlyStopping'? Give its path"),
+        (["--trainer.plugins.backend=nativ"], "Unknown backend 'nativ'. Did you mean 'native'?"),
+        (["--trainer.plugins=lightning_lowbit.FP8Precision", "--trainer.plugins.scaling=row_wise"], "Unknown scaling"),
+        (["--trainer.plugins.compute_dtype=x"], "Choose one of: 'auto', 'bf16', 'fp16', 'fp32'"),
+        (["--config=adamw", "--model.optimizer.fused=fast"], "fused takes true or false or null; got 'fast'"),
+    ],
+)
 def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arguments, line, capsys):
     Path("mine.yaml").write_text("trainer: {max_steps: few}")
     Path("listed.yaml").write_text(LISTED)
@@ -117,19 +120,22 @@ def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arg
         assert line in capsys.readouterr().err
 
 
-@each("arguments", [
-    ["--config=few.yaml", "--config=many.yaml"],  # a later file replaces the value
-    ["--config=few.yaml", "--trainer.max_steps=3"],
-    ["--config=wild.yaml", "--model.optimizer=torch.optim.AdamW"],  # and here the class that takes it
-    ["--config=listed.yaml", "--trainer.callbacks.every=2"],
-    ["--config=listed.yaml", "--config=none.yaml"],
-    ["--trainer.max_steps=number.yaml"],  # a file may hold what is taken
-    ["--trainer.plugins.attention=fp8"],
-    ["--trainer.callbacks+={class_path: lightning_lowbit.CrashSafeCheckpoint, init_args: {every_n_epochs: null}}"],
-    ["--config=plain.yaml", "--trainer.precision=16-mixed"],  # without the plugin of the recipe
-    ["--trainer.plugins.compute_dtype=torch.bfloat16"],
-    ["--trainer.plugins.casts=mine", "--trainer.callbacks+=mine.Registers"],  # which may add a preset
-])  # fmt: skip
+@each(
+    "arguments",
+    [
+        ["--config=few.yaml", "--config=many.yaml"],  # a later file replaces the value
+        ["--config=few.yaml", "--trainer.max_steps=3"],
+        ["--config=wild.yaml", "--model.optimizer=torch.optim.AdamW"],  # and here the class that takes it
+        ["--config=listed.yaml", "--trainer.callbacks.every=2"],
+        ["--config=listed.yaml", "--config=none.yaml"],
+        ["--trainer.max_steps=number.yaml"],  # a file may hold what is taken
+        ["--trainer.plugins.attention=fp8"],
+        ["--trainer.callbacks+={class_path: lightning_lowbit.CrashSafeCheckpoint, init_args: {every_n_epochs: null}}"],
+        ["--config=plain.yaml", "--trainer.precision=16-mixed"],  # without the plugin of the recipe
+        ["--trainer.plugins.compute_dtype=torch.bfloat16"],
+        ["--trainer.plugins.casts=mine", "--trainer.callbacks+=mine.Registers"],  # which may add a preset
+    ],
+)
 def test_values_that_do_not_count_are_not_refused(arguments):
     for name, text in {
         "few": "trainer: {max_steps: few}",

@@ -78,37 +78,43 @@ surrogate: {fprop_w: dge}
 """
 
 
-@each("casts", [
-    "nvfp4",
-    "{preset: int4, fprop_x: null, dgrad_w: {element: int4}, hadamard: {}}",
-    "{preset: nvfp4, every: {scale: {format: e8m0, rounding: null, block: 32, two_level: false}}}",
-    "{preset: mxfp4-rht, hadamard: {wgrad: {size: 128, signs: fixed}}, subtract_mean: [fprop]}",
-    "{fprop_w: {element: int4}}",
-    EXPLICIT,
-])  # fmt: skip
+@each(
+    "casts",
+    [
+        "nvfp4",
+        "{preset: int4, fprop_x: null, dgrad_w: {element: int4}, hadamard: {}}",
+        "{preset: nvfp4, every: {scale: {format: e8m0, rounding: null, block: 32, two_level: false}}}",
+        "{preset: mxfp4-rht, hadamard: {wgrad: {size: 128, signs: fixed}}, subtract_mean: [fprop]}",
+        "{fprop_w: {element: int4}}",
+        EXPLICIT,
+    ],
+)
 def test_casts_from_yaml(casts):
     plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(casts)}}
     found = from_yaml(yaml.safe_dump({"plugins": plugin})).precision_plugin
     assert found.casts == LinearCasts.of(yaml.safe_load(casts))
 
 
-@each("make, message", [
-    (lambda: FP4Precision("nvfp5"), r"Unknown preset 'nvfp5'. Did you mean 'nvfp4'\?"),
-    (lambda: FP4Precision({"fprop_y": None}), r"Unknown field of LinearCasts 'fprop_y'. Did you mean 'fprop_"),
-    (lambda: FP4Precision(rounding={"wgradx": "nearest"}), r"Unknown operand 'wgradx'. Did you mean 'wgrad_x'"),
-    (lambda: FP4Precision(rounding={"wgrad_x": "up"}), r"Unknown rounding 'up'"),
-    (lambda: FP4Precision("bf16", rounding={"wgrad_x": "nearest"}), r"needs an operand with a cast of its own"),
-    (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
-    (lambda: FP4Precision(overrides=["lm_head"]), r"overrides maps name patterns to casts, .*; got \['lm_head'\]"),
-    (lambda: FP4Precision(seed="a"), "seed is a whole number; got 'a'"),  # a checkpoint with it could not be read
-    (lambda: FP4Precision(exact="no"), "exact is true or false; got 'no'"),
-    (lambda: FP4Precision(quantize_before_gather="no"), "quantize_before_gather is true or false"),
-    (lambda: FP4Precision(quantize_output="yes"), "quantize_output is true or false; got 'yes'"),
-    (lambda: FP4Precision(quantize_output=1), "quantize_output is true or false; got 1"),
-    (lambda: FP4Precision(shared_amax=None), r"shared_amax is a list of patterns, \[\] for none; got None"),
-    (lambda: FP4Precision(skip="lm_head"), r"skip is a list of patterns; got the string 'lm_head'. Write \['lm_h"),
-    (lambda: FP4Precision(only=["("]), r"only: '\(' is not a regular expression"),
-])  # fmt: skip
+@each(
+    ("make", "message"),
+    [
+        (lambda: FP4Precision("nvfp5"), r"Unknown preset 'nvfp5'. Did you mean 'nvfp4'\?"),
+        (lambda: FP4Precision({"fprop_y": None}), r"Unknown field of LinearCasts 'fprop_y'. Did you mean 'fprop_"),
+        (lambda: FP4Precision(rounding={"wgradx": "nearest"}), r"Unknown operand 'wgradx'. Did you mean 'wgrad_x'"),
+        (lambda: FP4Precision(rounding={"wgrad_x": "up"}), r"Unknown rounding 'up'"),
+        (lambda: FP4Precision("bf16", rounding={"wgrad_x": "nearest"}), r"needs an operand with a cast of its own"),
+        (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
+        (lambda: FP4Precision(overrides=["lm_head"]), r"overrides maps name patterns to casts, .*; got \['lm_head'\]"),
+        (lambda: FP4Precision(seed="a"), "seed is a whole number; got 'a'"),  # a checkpoint with it could not be read
+        (lambda: FP4Precision(exact="no"), "exact is true or false; got 'no'"),
+        (lambda: FP4Precision(quantize_before_gather="no"), "quantize_before_gather is true or false"),
+        (lambda: FP4Precision(quantize_output="yes"), "quantize_output is true or false; got 'yes'"),
+        (lambda: FP4Precision(quantize_output=1), "quantize_output is true or false; got 1"),
+        (lambda: FP4Precision(shared_amax=None), r"shared_amax is a list of patterns, \[\] for none; got None"),
+        (lambda: FP4Precision(skip="lm_head"), r"skip is a list of patterns; got the string 'lm_head'. Write \['lm_h"),
+        (lambda: FP4Precision(only=["("]), r"only: '\(' is not a regular expression"),
+    ],
+)
 def test_bad_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -120,14 +126,17 @@ class Recurrent(BoringModel):
         self.layer = nn.LSTM(1, 1)
 
 
-@each("model, arguments, message", [
-    *(
-        (BoringModel, {name: ["head"]}, rf"{name}: the pattern 'head' matches no linear layer.*e\.g\. layer")
-        for name in ("skip", "only")
-    ),
-    (Recurrent, {}, "holds no layer to quantize"),
-    (BoringModel, {"skip": ["layer"]}, "No layer is left to quantize"),
-])  # fmt: skip
+@each(
+    ("model", "arguments", "message"),
+    [
+        *(
+            (BoringModel, {name: ["head"]}, rf"{name}: the pattern 'head' matches no linear layer.*e\.g\. layer")
+            for name in ("skip", "only")
+        ),
+        (Recurrent, {}, "holds no layer to quantize"),
+        (BoringModel, {"skip": ["layer"]}, "No layer is left to quantize"),
+    ],
+)
 def test_what_does_not_fit_the_model_is_refused(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         fitted(FP4Precision(**arguments), model := model())

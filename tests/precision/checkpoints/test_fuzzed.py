@@ -94,15 +94,18 @@ def test_a_changed_entry_is_refused_or_restored(checkpoints, tmp_path, count, se
     assert min(counts["error"], counts["restored"]) >= 5, counts
 
 
-@each("change, message", [
-    (lambda t: 3, "it is 3, and no tensor"),
-    (lambda t: [1.0], r"it is \[1.0\], and no tensor"),
-    (lambda t: t.half(), r"torch.float16 of shape \(32, 32\), and .* torch.float32 .*model.to\(dtype\)"),
-    (lambda t: t.long(), "torch.int64"),
-    (lambda t: t[:-1], r"of shape \(31, 32\), and a tensor torch.float32 of shape \(32, 32\) is needed"),
-    (lambda t: t.to("meta"), "without numbers"),
-    (lambda t: t.to_sparse(), "sparse"),
-])  # fmt: skip
+@each(
+    ("change", "message"),
+    [
+        (lambda t: 3, "it is 3, and no tensor"),
+        (lambda t: [1.0], r"it is \[1.0\], and no tensor"),
+        (lambda t: t.half(), r"torch.float16 of shape \(32, 32\), and .* torch.float32 .*model.to\(dtype\)"),
+        (lambda t: t.long(), "torch.int64"),
+        (lambda t: t[:-1], r"of shape \(31, 32\), and a tensor torch.float32 of shape \(32, 32\) is needed"),
+        (lambda t: t.to("meta"), "without numbers"),
+        (lambda t: t.to_sparse(), "sparse"),
+    ],
+)
 def test_a_weight_that_is_not_the_models_is_named(change, message, checkpoints):
     loaded = torch.load(checkpoints["nvfp4"], weights_only=True)
     loaded["state_dict"]["net.head.weight"] = change(loaded["state_dict"]["net.head.weight"])

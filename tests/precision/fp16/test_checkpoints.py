@@ -111,12 +111,16 @@ def test_histories_of_gradients_follow_the_scale(algorithm):
     assert_same(found.weights, fixed.weights, "weights")
 
 
-@pytest.mark.parametrize("first, then", [
-    (None, lambda: static(2.0**10)),
-    (lambda: static(2.0**10), None),
-    (lambda: static(2.0**10), lambda: static(2.0**6)),
-    (lambda: GradScaler("cpu", init_scale=2.0**12), lambda: moving(cap=2.0**10)),
-], ids=["bf16 to fp16", "fp16 to bf16", "static", "above the cap"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (None, lambda: static(2.0**10)),
+        (lambda: static(2.0**10), None),
+        (lambda: static(2.0**10), lambda: static(2.0**6)),
+        (lambda: GradScaler("cpu", init_scale=2.0**12), lambda: moving(cap=2.0**10)),
+    ],
+    ids=["bf16 to fp16", "fp16 to bf16", "static", "above the cap"],
+)
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_histories_of_a_checkpoint_follow_the_scale(first, then):
     """A run that goes on with another scale than the checkpoint's: gradients are of another size, amaxes too."""

@@ -155,13 +155,16 @@ def test_clipped_gradients_keep_their_size_and_no_scaled_ones_are_added_to_them(
         trained(static(), partial(step, True))
 
 
-@pytest.mark.parametrize("make, own", [
-    (partial(SGD, lr=0.05), 0),
-    (partial(AdamW, lr=1e-3), 0),
-    (partial(AdamW, lr=1e-3, fused=True), 0),
-    (partial(SGD, lr=0.05, momentum=0.9, fused=True), 1),  # until it has a momentum
-    (StableSPAM, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "own"),
+    [
+        (partial(SGD, lr=0.05), 0),
+        (partial(AdamW, lr=1e-3), 0),
+        (partial(AdamW, lr=1e-3, fused=True), 0),
+        (partial(SGD, lr=0.05, momentum=0.9, fused=True), 1),  # until it has a momentum
+        (StableSPAM, 0),
+    ],
+)
 def test_the_host_waits_no_more_often_than_with_lightnings_plugin(make, own, monkeypatch):
     """Numbers that are read between backward pass and end of the step, over eight steps of which none is skipped."""
     read = []

@@ -27,13 +27,16 @@ from tests.tables import each
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("by", ["loss", "activations"])
-@pytest.mark.parametrize("options", [
-    {},
-    {"accumulate_grad_batches": 3},
-    {"gradient_clip_val": 1e-2},
-    {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    {"gradient_clip_val": 1e-2, "accumulate_grad_batches": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 1e-2},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 1e-2, "accumulate_grad_batches": 2},
+    ],
+)
 def test_without_casts_it_trains_as_lightnings_16_mixed_does_to_the_bit(options, by):
     with cpu_without():  # on CPUs without fp16 units, ours are float32's products
         ours = train(fp16(GradScaler("cpu", **MOVING)), Overflowing((3,), by), **options)

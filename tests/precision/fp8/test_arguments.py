@@ -22,18 +22,21 @@ def fp8_blockwise(rounding):
     return LinearCasts(fprop_x=rows, fprop_w=tiles, dgrad_g=rows, dgrad_w=tiles, wgrad_g=rows, wgrad_x=rows)
 
 
-@each("arguments, casts", [
-    ({}, fp8("e5m2", Scale("fp32", **DELAYED, history=16, algorithm="max"))),
-    ({"history": 3, "margin": 2}, fp8("e5m2", Scale("fp32", **DELAYED, history=3, margin=2))),
-    ({"algorithm": "most_recent"}, fp8("e5m2", Scale("fp32", **DELAYED, algorithm="most_recent"))),
-    ({"power_of_two": True}, fp8("e5m2", Scale("fp32", **DELAYED, rounding="power_of_two"))),
-    ({"gradient_format": "e4m3"}, fp8("e4m3", Scale("fp32", **DELAYED))),
-    ({"scaling": "current"}, fp8("e5m2", Scale("fp32", "tensor"))),
-    ({"scaling": "row", "margin": 1}, fp8("e5m2", Scale("fp32", "row", margin=1))),
-    ({"scaling": "blockwise", "power_of_two": True}, fp8_blockwise("power_of_two")),
-    ({"scaling": "mx", "power_of_two": True}, fp8("e4m3", Scale("e8m0", 32))),
-    ({"scaling": "mx", "gradient_format": "e5m2"}, fp8("e5m2", Scale("e8m0", 32))),
-])  # fmt: skip
+@each(
+    ("arguments", "casts"),
+    [
+        ({}, fp8("e5m2", Scale("fp32", **DELAYED, history=16, algorithm="max"))),
+        ({"history": 3, "margin": 2}, fp8("e5m2", Scale("fp32", **DELAYED, history=3, margin=2))),
+        ({"algorithm": "most_recent"}, fp8("e5m2", Scale("fp32", **DELAYED, algorithm="most_recent"))),
+        ({"power_of_two": True}, fp8("e5m2", Scale("fp32", **DELAYED, rounding="power_of_two"))),
+        ({"gradient_format": "e4m3"}, fp8("e4m3", Scale("fp32", **DELAYED))),
+        ({"scaling": "current"}, fp8("e5m2", Scale("fp32", "tensor"))),
+        ({"scaling": "row", "margin": 1}, fp8("e5m2", Scale("fp32", "row", margin=1))),
+        ({"scaling": "blockwise", "power_of_two": True}, fp8_blockwise("power_of_two")),
+        ({"scaling": "mx", "power_of_two": True}, fp8("e4m3", Scale("e8m0", 32))),
+        ({"scaling": "mx", "gradient_format": "e5m2"}, fp8("e5m2", Scale("e8m0", 32))),
+    ],
+)
 def test_arguments_land_in_the_casts(arguments, casts):
     plugin = FP8Precision(**arguments)
     for operand in OPERANDS:

@@ -55,12 +55,16 @@ def test_a_checkpoint_holds_plain_weights_and_loads_everywhere():
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("arguments", [
-    {"history": 4},
-    {"history": 4, "smooth_swiglu": "channel"},
-    {"history": 4, "smooth_swiglu": "token"},
-    {"scaling": "current", "smooth_swiglu": "channel"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"history": 4},
+        {"history": 4, "smooth_swiglu": "channel"},
+        {"history": 4, "smooth_swiglu": "token"},
+        {"scaling": "current", "smooth_swiglu": "channel"},
+    ],
+    ids=str,
+)
 def test_a_checkpoint_evaluates_as_the_run_did(arguments, step):
     """Its histories and channels are in force in evaluation, too; another run would scale by the batch itself."""
     options = {"limit_val_batches": 2, "num_sanity_val_steps": 0}
@@ -94,16 +98,19 @@ def test_another_number_of_ranks_is_said():
 BASE = {"history": 4, "compute_dtype": "fp32"}
 
 
-@each("before, after, message", [
-    ({"smooth_swiglu": "channel"}, {"smooth_swiglu": "channel"}, None),
-    ({}, {"history": 3}, r"amax_history of first/fprop_x has 4 steps, and this run's 3\."),
-    ({"skip": ["head"]}, {}, r"is that of other layers: missing there: head/dgrad_g, head/dgrad_w, head/f"),
-    ({}, {"skip": ["head"]}, r"is that of other layers: not in this model: head/dgrad_g, head/dgrad_w, head/f"),
-    ({"only": ["mlp"]}, {"only": ["first"]}, r"missing there: first/.*; not in this model: mlp\.down_proj/"),
-    ({}, {"overrides": {"first": "bf16"}}, r"not in this model: first/"),
-    ({}, {"smooth_swiglu": "channel"}, r"not in this model: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
-    ({"smooth_swiglu": "channel"}, {}, r"missing there: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
-])  # fmt: skip
+@each(
+    ("before", "after", "message"),
+    [
+        ({"smooth_swiglu": "channel"}, {"smooth_swiglu": "channel"}, None),
+        ({}, {"history": 3}, r"amax_history of first/fprop_x has 4 steps, and this run's 3\."),
+        ({"skip": ["head"]}, {}, r"is that of other layers: missing there: head/dgrad_g, head/dgrad_w, head/f"),
+        ({}, {"skip": ["head"]}, r"is that of other layers: not in this model: head/dgrad_g, head/dgrad_w, head/f"),
+        ({"only": ["mlp"]}, {"only": ["first"]}, r"missing there: first/.*; not in this model: mlp\.down_proj/"),
+        ({}, {"overrides": {"first": "bf16"}}, r"not in this model: first/"),
+        ({}, {"smooth_swiglu": "channel"}, r"not in this model: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
+        ({"smooth_swiglu": "channel"}, {}, r"missing there: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_histories_of_other_settings_are_refused_and_can_be_left(before, after, message):
     saved(FP8Precision(**{**BASE, **before}))

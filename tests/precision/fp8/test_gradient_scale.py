@@ -69,14 +69,17 @@ class Accumulating(Callback):
         self.batches += 1
 
 
-@each("make", [
-    lambda: Scheduler({0: 12, 3: 1}),
-    lambda: Scheduler({0: 1, 1: 12, 2: 3, 3: 4}),
-    lambda: Accumulating({0: 6, 24: 1, 30: 2}),
-    lambda: Accumulating({0: 6, 2: 2, 25: 1}),  # within a step
-    lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_start"),
-    lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_end"),
-])  # fmt: skip
+@each(
+    "make",
+    [
+        lambda: Scheduler({0: 12, 3: 1}),
+        lambda: Scheduler({0: 1, 1: 12, 2: 3, 3: 4}),
+        lambda: Accumulating({0: 6, 24: 1, 30: 2}),
+        lambda: Accumulating({0: 6, 2: 2, 25: 1}),  # within a step
+        lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_start"),
+        lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_end"),
+    ],
+)
 def test_another_number_of_micro_batches(make):
     change = make()
     norms = fit(delayed(), change)
@@ -136,13 +139,16 @@ def overflow(trainer, pl_module):
 OVERFLOW = On(on_after_backward=overflow)
 
 
-@each("scaler, callbacks", [
-    (lambda: static(2.0**12), []),
-    (lambda: moving(growth_interval=1, cap=2.0**14), []),
-    (lambda: moving(growth_interval=3, cooldown=0), [OVERFLOW]),
-    (lambda: moving(growth_interval=2, growth_factor=1.5), [OVERFLOW, Scheduler({0: 1, 2: 3, 3: 1})]),
-    (lambda: StaticGradScaler(2.0**8, device="cpu"), [Setting()]),
-])  # fmt: skip
+@each(
+    ("scaler", "callbacks"),
+    [
+        (lambda: static(2.0**12), []),
+        (lambda: moving(growth_interval=1, cap=2.0**14), []),
+        (lambda: moving(growth_interval=3, cooldown=0), [OVERFLOW]),
+        (lambda: moving(growth_interval=2, growth_factor=1.5), [OVERFLOW, Scheduler({0: 1, 2: 3, 3: 1})]),
+        (lambda: StaticGradScaler(2.0**8, device="cpu"), [Setting()]),
+    ],
+)
 @each("manual", [False, True])
 def test_another_loss_scale(scaler, callbacks, manual):
     if manual and any(isinstance(callback, Scheduler) for callback in callbacks):

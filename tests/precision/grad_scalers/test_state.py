@@ -90,14 +90,17 @@ def test_settings_are_those_of_the_constructor():
     assert floored.get_scale() == 2.0**21
 
 
-@each("saved, before, run, used, after, scales", [
-    # A tracker beyond a shorter interval: the first step reaches the interval.
-    ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, "", "..", [17, 17]),
-    ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, ".", "..", [17, 17]),
-    # A cooldown of 2 and an interval of 5 are at most 7 steps, and hysteresis is at most that of the run.
-    ({}, "x", {"growth_interval": 5, "cooldown": 2, "growth_factor": 2}, "", "." * 7, [15] * 6 + [16]),
-    ({"hysteresis": 5}, "", {"hysteresis": 2}, "", "xx", [16, 15]),
-])  # fmt: skip
+@each(
+    "saved, before, run, used, after, scales",
+    [
+        # A tracker beyond a shorter interval: the first step reaches the interval.
+        ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, "", "..", [17, 17]),
+        ({"growth_interval": 50}, "." * 40, {"growth_interval": 5, "growth_factor": 2}, ".", "..", [17, 17]),
+        # A cooldown of 2 and an interval of 5 are at most 7 steps, and hysteresis is at most that of the run.
+        ({}, "x", {"growth_interval": 5, "cooldown": 2, "growth_factor": 2}, "", "." * 7, [15] * 6 + [16]),
+        ({"hysteresis": 5}, "", {"hysteresis": 2}, "", "xx", [16, 15]),
+    ],
+)
 def test_counters_of_a_checkpoint_have_the_bounds_of_the_run(saved, before, run, used, after, scales):
     saved, scaler = make(ConservativeGradScaler, **saved), make(ConservativeGradScaler, **run)
     saved.scale(torch.zeros(()))
@@ -135,13 +138,16 @@ def host_reads(scaler, make_optimizer, overflowed):
 
 
 @each("overflowed", [False, True])
-@each("cls, theirs", [
-    (ConservativeGradScaler, GradScaler),
-    (StaticGradScaler, GradScaler),
-    (GradientNormGradScaler, GradScaler),
-    (ShardedConservativeGradScaler, ShardedGradScaler),
-    (ShardedGradientNormGradScaler, ShardedGradScaler),
-])  # fmt: skip
+@each(
+    ("cls", "theirs"),
+    [
+        (ConservativeGradScaler, GradScaler),
+        (StaticGradScaler, GradScaler),
+        (GradientNormGradScaler, GradScaler),
+        (ShardedConservativeGradScaler, ShardedGradScaler),
+        (ShardedGradientNormGradScaler, ShardedGradScaler),
+    ],
+)
 def test_the_host_waits_no_more_often_than_with_torch(cls, theirs, overflowed):
     made = [lambda p: SGD(p, lr=0.1)]
     if theirs is GradScaler:  # torch's sharded one does not go with a fused optimizer after `unscale_`

@@ -61,28 +61,31 @@ FACTOR = r"is what mean\|W\| is multiplied by, above 0 and below 65536; got"
 GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
 
 
-@each("kind, arguments, message", [
-    (TernaryPrecision, {"activation_bits": 1}, rf"activation_bits {BITS} 1\."),
-    (TernaryPrecision, {"activation_bits": True}, rf"activation_bits {BITS} True\."),
-    (TernaryPrecision, {"scale_factor": 0}, rf"scale_factor {FACTOR} 0\."),
-    (TernaryPrecision, {"scale_factor": "1"}, rf"scale_factor {FACTOR} '1'\."),
-    (TernaryPrecision, {"backend": "nativ"}, r"Unknown backend 'nativ'. Did you mean 'native'\?"),
-    (IntegerPrecision, {"weight_bits": 9}, rf"weight_bits {BITS} 9\."),
-    (IntegerPrecision, {"weight_bits": 4.5}, rf"weight_bits {BITS} 4.5\."),
-    (IntegerPrecision, {"activation_bits": "4"}, rf"activation_bits {BITS} '4'\."),
-    (IntegerPrecision, {"weight_bits": None, "activation_bits": None}, "Give weight_bits or activation_bits: with"),
-    (IntegerPrecision, {"weight_bits": None, "symmetric": False}, "gives weights zero points, and"),
-    (IntegerPrecision, {"activation_bits": None, "activation_group": 2}, "activation_group=2, and activation_bits"),
-    (IntegerPrecision, {"scale_format": "bfloat16"}, "Unknown scale_format 'bfloat16'"),
-    (IntegerPrecision, {"weight_bits": None, "scale_format": "bf16"}, "of the weights' scales, and weight_bits"),
-    (IntegerPrecision, {"symmetric": False, "scale_format": "fp16"}, "zero points .* have fp32 scales"),
-    (IntegerPrecision, {"group": 0}, f"{GROUP} 0"),
-    (IntegerPrecision, {"group": "rows"}, f"{GROUP} 'rows'"),
-    (IntegerPrecision, {"activation_group": 0}, f"activation_{GROUP} 0"),
-    (IntegerPrecision, {"symmetric": 1}, r"symmetric is true or false; got 1\."),
-    (IntegerPrecision, {"backend": "native"}, "fprop of the casts has no native GEMM: .* or integers, with scales"),
-    (IntegerPrecision, {"group": "row", "symmetric": False, "backend": "native"}, "fprop .* has no native GEMM"),
-])  # fmt: skip
+@each(
+    ("kind", "arguments", "message"),
+    [
+        (TernaryPrecision, {"activation_bits": 1}, rf"activation_bits {BITS} 1\."),
+        (TernaryPrecision, {"activation_bits": True}, rf"activation_bits {BITS} True\."),
+        (TernaryPrecision, {"scale_factor": 0}, rf"scale_factor {FACTOR} 0\."),
+        (TernaryPrecision, {"scale_factor": "1"}, rf"scale_factor {FACTOR} '1'\."),
+        (TernaryPrecision, {"backend": "nativ"}, r"Unknown backend 'nativ'. Did you mean 'native'\?"),
+        (IntegerPrecision, {"weight_bits": 9}, rf"weight_bits {BITS} 9\."),
+        (IntegerPrecision, {"weight_bits": 4.5}, rf"weight_bits {BITS} 4.5\."),
+        (IntegerPrecision, {"activation_bits": "4"}, rf"activation_bits {BITS} '4'\."),
+        (IntegerPrecision, {"weight_bits": None, "activation_bits": None}, "Give weight_bits or activation_bits: with"),
+        (IntegerPrecision, {"weight_bits": None, "symmetric": False}, "gives weights zero points, and"),
+        (IntegerPrecision, {"activation_bits": None, "activation_group": 2}, "activation_group=2, and activation_bits"),
+        (IntegerPrecision, {"scale_format": "bfloat16"}, "Unknown scale_format 'bfloat16'"),
+        (IntegerPrecision, {"weight_bits": None, "scale_format": "bf16"}, "of the weights' scales, and weight_bits"),
+        (IntegerPrecision, {"symmetric": False, "scale_format": "fp16"}, "zero points .* have fp32 scales"),
+        (IntegerPrecision, {"group": 0}, f"{GROUP} 0"),
+        (IntegerPrecision, {"group": "rows"}, f"{GROUP} 'rows'"),
+        (IntegerPrecision, {"activation_group": 0}, f"activation_{GROUP} 0"),
+        (IntegerPrecision, {"symmetric": 1}, r"symmetric is true or false; got 1\."),
+        (IntegerPrecision, {"backend": "native"}, "fprop of the casts has no native GEMM: .* or integers, with scales"),
+        (IntegerPrecision, {"group": "row", "symmetric": False, "backend": "native"}, "fprop .* has no native GEMM"),
+    ],
+)
 def test_bad_arguments_say_what_to_do(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
         kind(**arguments)

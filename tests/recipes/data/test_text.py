@@ -155,20 +155,23 @@ def test_tokens_of_a_pretrained_tokenizer(tmp_path):
     assert batch.dtype == torch.int64 and batch.shape == (2, 9) and batch.max() < data.vocab_size
 
 
-@pytest.mark.parametrize("files, arguments, message", [
-    (None, {}, "does not exist; check `path`"),
-    ({}, {}, r"found no \*.txt, \*.md, \*.py in .*; give another `path`"),
-    ({"a.txt": "", "b.txt": " \n"}, {}, "all 2 files of .* are empty"),
-    ({"a.txt": "short"}, {}, "at least 17 bytes for one training batch .* leave 5; give more text"),
-    ({"a.txt": "x" * 100}, {}, "at least 17 bytes for one validation batch .* leave 5; give more text"),
-    ({"a.json": '[{"a": 1, "b": 2}]'}, {}, "a.json has no column 'text', but has 'a', 'b'; name the one"),
-    ({"a.json": '[{"a": 1}]'}, {"column": "a"}, "'a' of .*a.json must hold text, but holds int; give another"),
-    ({"a.jsonl": "{ not JSON"}, {}, r"a.jsonl cannot be read as json \(.+\); mend it, or take it out of `path`"),
-    ({"a.parquet": "not Parquet"}, {}, r"a.parquet cannot be read as parquet \(.+\); mend it"),
-    ({"a.json": ""}, {}, "all 1 files of .* are empty"),
-    ({"a.txt": "text"}, {"tokenizer": "/no/where"}, "'/no/where' cannot be loaded"),
-    ({"a.txt": "x" * 999}, {"max_bytes": 100}, "`max_bytes` 100 .* leave 5; give more text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "arguments", "message"),
+    [
+        (None, {}, "does not exist; check `path`"),
+        ({}, {}, r"found no \*.txt, \*.md, \*.py in .*; give another `path`"),
+        ({"a.txt": "", "b.txt": " \n"}, {}, "all 2 files of .* are empty"),
+        ({"a.txt": "short"}, {}, "at least 17 bytes for one training batch .* leave 5; give more text"),
+        ({"a.txt": "x" * 100}, {}, "at least 17 bytes for one validation batch .* leave 5; give more text"),
+        ({"a.json": '[{"a": 1, "b": 2}]'}, {}, "a.json has no column 'text', but has 'a', 'b'; name the one"),
+        ({"a.json": '[{"a": 1}]'}, {"column": "a"}, "'a' of .*a.json must hold text, but holds int; give another"),
+        ({"a.jsonl": "{ not JSON"}, {}, r"a.jsonl cannot be read as json \(.+\); mend it, or take it out of `path`"),
+        ({"a.parquet": "not Parquet"}, {}, r"a.parquet cannot be read as parquet \(.+\); mend it"),
+        ({"a.json": ""}, {}, "all 1 files of .* are empty"),
+        ({"a.txt": "text"}, {"tokenizer": "/no/where"}, "'/no/where' cannot be loaded"),
+        ({"a.txt": "x" * 999}, {"max_bytes": 100}, "`max_bytes` 100 .* leave 5; give more text"),
+    ],
+)
 def test_unusable_text_is_refused_before_anything_is_written(files, arguments, message, tmp_path):
     for name, content in (files or {}).items():
         (tmp_path / name).write_text(content)

@@ -77,12 +77,15 @@ def test_parameters_without_a_gradient_keep_none():
     assert module.weights[1].grad.tolist() == [1000.0] * 5
 
 
-@each("name, kind, values", [
-    ("probability", "a number, 0 or more and at most 1", [1.1, -0.1, "0.1", float("nan")]),
-    ("share", "a number, 0 or more and at most 1", [2, True]),
-    ("factor", "a number", ["large", None]),
-    ("seed", "a whole number, 0 or more and at most 4294967295, or None", [-1, 2**32, 0.5]),
-])  # fmt: skip
+@each(
+    "name, kind, values",
+    [
+        ("probability", "a number, 0 or more and at most 1", [1.1, -0.1, "0.1", float("nan")]),
+        ("share", "a number, 0 or more and at most 1", [2, True]),
+        ("factor", "a number", ["large", None]),
+        ("seed", "a whole number, 0 or more and at most 4294967295, or None", [-1, 2**32, 0.5]),
+    ],
+)
 def test_wrong_arguments(name, kind, values):
     for value in values:
         with pytest.raises(ValueError, match=f"{name} is {kind}; got {value!r}"):

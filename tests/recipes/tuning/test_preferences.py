@@ -48,6 +48,9 @@ def fit(module, data, *callbacks, **kwargs):
     return made
 
 
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
 @each("beta", [1e-6, 1e-4, 0.1, 100.0])
 def test_the_loss_begins_at_ln_2(beta):
     logged = fit(model(beta), [batch()]).callback_metrics
@@ -122,6 +125,9 @@ def test_a_bad_beta(beta):
         PreferenceLM(beta, config=SIZE)
 
 
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
 def test_it_learns_in_a_few_steps():
     logged = Logged()
     fit(model(1.0), [batch(number=number) for number in range(2)], logged, max_steps=10)
@@ -164,6 +170,9 @@ def test_zero_gradients_are_those_of_the_model(share):
     assert logged["zero_gradients"].item() == pytest.approx(share)
 
 
+# --- fp16 -------------------------------------------------------------------------------------------------------------
+
+
 def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
     """Without a scale none reaches a layer below the last; with it, those of tokens that are not in the text are 0."""
     zeros, moves = {}, {}
@@ -179,6 +188,9 @@ def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
         moves[name] = ((weight - before).abs() > 0.1 * 3 * 1e-3).float().mean().item()  # a tenth of what Adam moves by
     assert zeros["1"] > 0.8 > 0.2 > zeros["2^18"], zeros
     assert moves["1"] == 0 and moves["2^18"] > 0.9, moves
+
+
+# --- the recipes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast("configs0-262144")

@@ -58,12 +58,15 @@ def test_what_is_trained_with_is_blended():
     assert blended[2] == quantized[2] != hp[2]
 
 
-@each("schedule, expected", [
-    ("linear", [0, 0.25, 0.5, 0.75, 1]),
-    ("cosine", [0, 0.1464466, 0.5, 0.8535534, 1]),
-    ("sigmoid", [0, 0.0701037, 0.5, 0.9298963, 1]),  # (1 / (1 + e^2.5) - 1 / (1 + e^5)) / (1 - 2 / (1 + e^5))
-    ("delayed", [0, 0, 0, 0.5, 1]),
-])  # fmt: skip
+@each(
+    "schedule, expected",
+    [
+        ("linear", [0, 0.25, 0.5, 0.75, 1]),
+        ("cosine", [0, 0.1464466, 0.5, 0.8535534, 1]),
+        ("sigmoid", [0, 0.0701037, 0.5, 0.9298963, 1]),  # (1 / (1 + e^2.5) - 1 / (1 + e^5)) / (1 - 2 / (1 + e^5))
+        ("delayed", [0, 0, 0, 0.5, 1]),
+    ],
+)
 def test_schedules_rise_from_0_to_1(schedule, expected):
     seen = fit(PrecisionSwitch("fqt", step=1, steps=4, schedule=schedule))
     assert seen.blends == pytest.approx([1, *expected, 1, 1], abs=1e-6)

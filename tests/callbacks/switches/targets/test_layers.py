@@ -201,12 +201,15 @@ def test_a_rollback_from_after_a_switch_to_before_it():
     assert names == {name for name in LAYERS if name.startswith("mlp")}
 
 
-@each("plugin, to, message", [
-    ({}, {"heed": "bf16"}, r"to={'heed': 'bf16'}\) .*: casts: the pattern 'heed' matches no converted layer"),
-    ({}, {"gate_proj": "bf16", "mlp": "mxfp4", "head": "bf16"}, "head, left in high precision by skip or only"),
-    ({}, {"mlp": "mxfp4", "gate_proj": "bf16"}, "'gate_proj' gives no layer its casts: .* names .*put it first"),
-    ({"backend": "native"}, {"first": "mxfp6"}, "cannot be: backend='native', but fprop of first has no native"),
-])  # fmt: skip
+@each(
+    "plugin, to, message",
+    [
+        ({}, {"heed": "bf16"}, r"to={'heed': 'bf16'}\) .*: casts: the pattern 'heed' matches no converted layer"),
+        ({}, {"gate_proj": "bf16", "mlp": "mxfp4", "head": "bf16"}, "head, left in high precision by skip or only"),
+        ({}, {"mlp": "mxfp4", "gate_proj": "bf16"}, "'gate_proj' gives no layer its casts: .* names .*put it first"),
+        ({"backend": "native"}, {"first": "mxfp6"}, "cannot be: backend='native', but fprop of first has no native"),
+    ],
+)
 def test_casts_that_cannot_be(plugin, to, message):
     seen = Witness()
     with pytest.raises(MisconfigurationException, match=message):
