@@ -33,12 +33,6 @@ def last(which="last", trains=True):
     return Path(str(resolve(which, TRAINER, trains)))
 
 
-def test_last_is_that_of_the_last_run_and_the_highest_step_whatever_the_times_say():
-    for run, name, step in ((1, "last.ckpt", 6), (1, "step=4.ckpt", 4), (0, "last.ckpt", 9)):
-        save_file(place(run, name), step)
-    assert last() == place(1, "last.ckpt")
-
-
 def test_a_crash_between_two_renames_loses_nothing_and_a_resume_removes_what_others_left():
     save_directory(previous := place(0, f"last.ckpt.{LEFT}.previous"), 6)
     save_directory(place(0, "step=3.ckpt"), 3)

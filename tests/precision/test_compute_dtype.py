@@ -101,8 +101,6 @@ def test_auto_is_bf16_where_the_cpu_has_it(told, has, dtype):
 @each("plugin", [LowBitPrecision("bf16"), FP8Precision("current", skip=["head"])])
 @each("recompute", [False, True])
 def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plugin, recompute):
-    """In both passes, whether a layer is converted or not."""
-
     def train(*lacking):
         same = LowBitPrecision(plugin.casts, skip=plugin.skip, compute_dtype=dtype)
         with cpu_without(*lacking), Operations() as seen:

@@ -148,7 +148,6 @@ def test_only_output_layers_that_the_checkpoint_has_quantized_are_followed(tmp_p
 
 @each("freeze", [["head"], ["down_proj", "head"], [*LAYERS]])
 def test_output_layers_that_the_checkpoint_has_left_out_stay_so(freeze, tmp_path):
-    """Which layer is the output depends on what is trained: the checkpoint decides."""
     fit(FP4Precision()).save_checkpoint(path := tmp_path / "rest.ckpt")
     for resumes in (True, False):
         model, plugin = Regression(), FP4Precision()

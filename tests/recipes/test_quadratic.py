@@ -71,19 +71,9 @@ def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature):
         assert measured.mean().item() == pytest.approx(mean, abs=4 * deviation / math.sqrt(STEPS) + EXACT)
         # Of noise that is not independent in each dimension, the mean would be the same.
         assert measured.std().item() == pytest.approx(deviation, rel=4 / math.sqrt(2 * STEPS), abs=EXACT)
-
-
-@pytest.mark.slow
-def test_figure_4():
-    losses = descend_all(1.0)
-    first, second = (factors(losses[Curve("noise", noise, 1)]) for noise in (2, 1))
+    first, second = (factors(curves[Curve("noise", noise, 1)]) for noise in (2, 1))
     correlation = torch.corrcoef(torch.stack([first, second]))[0, 1]
     assert abs(correlation) < 4 / math.sqrt(STEPS), "each row has noise of its own"
-    full, tenth = ({noise: losses[Curve("noise", noise, step)] for noise in NOISES} for step in (1, 0.1))
-    assert full[2][10] > full[2][0] and full[2][-1] > 1e12  # does not descend
-    # With a tenth of the step, noise of k = 2 costs 1.6 % a step, all other hardly anything.
-    for noise, most in ((2, 0.02), (1, 0.006), (0.5, 0.003)):
-        assert torch.log(tenth[noise][-1] / tenth[0][-1]).item() / STEPS < most
 
 
 # --- errors of constant size ------------------------------------------------------------------------------------------
@@ -132,7 +122,6 @@ def descend_in(cast, step, amax):
 
 
 def test_scales_that_follow_the_gradient_leave_no_floor_and_others_halt_or_obey_the_step():
-    """Where the scale stays, rounding to nearest halts, and stochastic rounding obeys the step."""
     follows, stays = Scale("e4m3", block=16, two_level=True), Scale("fp32", block="tensor")
     spacing = 0.5 / 6  # between E2M1's values around 0, where its 6 stands for 1
     loss = {}

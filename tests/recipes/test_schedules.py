@@ -96,18 +96,8 @@ def test_two_stage_linear():
     assert filled == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 
-@each("first_peak, second_peak", [(1.5e-3, 1e-3), (1.2e-3, 8e-4)])
-def test_two_stage_linear_of_the_training_tips(first_peak, second_peak):
-    """375 of 100 000 steps of warm-up; the defaults suit both of the published pairs of peaks."""
-    (factor,) = TwoStageLinear(sgd(first_peak), warmup_steps=375, total_steps=100_000).lr_lambdas
-    rates = [first_peak * factor(step) for step in (0, 374, 375, 49_999, 50_000, 99_999, 100_000)]
-    first = [first_peak / 375, first_peak, first_peak, first_peak * 50_001 / 99_625]
-    assert rates == pytest.approx([*first, second_peak * 50_000 / 99_625, second_peak / 99_625, 0])
-
-
 @each("at, total, stage", [(0.5, 12, 6), (0.07, 100, 7), (0.29, 100, 29), (0.5, 401, 200)])
 def test_the_second_stage_starts_at_a_whole_step(at, total, stage):
-    """0.07 · 100 is a little above 7 and 0.29 · 100 a little below 29."""
     line = [1 - step / total for step in range(total)]
     for peak in (0.5, 1):
         (factor,) = TwoStageLinear(sgd(1.0), 0, total, second_peak=peak, at=at).lr_lambdas

@@ -100,7 +100,6 @@ def test_the_rows_of_qat():
 
 
 def test_the_rows_of_progressive():
-    """Of switches at one step the last holds: each row's own."""
     last = {}
     for row in read_study("progressive").rows:
         at_the_start = [switch for switch in callbacks_of(row, "PrecisionSwitch") if switch["at"] == 0]
@@ -110,7 +109,6 @@ def test_the_rows_of_progressive():
 
 
 def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
-    """Of the loss; and bf16, which has none to watch."""
     scales = {}
     for row in read_study("loss_scaling").rows:
         arguments = row.config["trainer"]["plugins"]["init_args"]

@@ -74,7 +74,6 @@ def test_images_that_do_not_fit_the_network_are_refused():
 
 @each("batches", [3, 6])
 def test_a_resumed_order_of_images_is_that_of_the_run(batches):
-    """Within an epoch of six batches, and at its end."""
     data = ImageDataModule(batch_size=10)
     data.prepare_data()
 

@@ -19,7 +19,8 @@ from tests.callbacks.osci_reset.weights import (
     reset_at,
     trainer,
 )
-from tests.lightning_imports import Callback, CSVLogger, RandomDataset
+from tests.lightning_imports import CSVLogger, RandomDataset
+from tests.precision.regression_model import On
 from tests.tables import each
 
 TREMBLE = ["oscillating", "oscillating below 0"]
@@ -167,26 +168,22 @@ def test_several_optimizers():
 
 @each("off", [lambda plugin: plugin.set_phase("bf16"), lambda plugin: plugin.set_blend(0.0)])
 def test_weights_that_are_not_quantized(off):
-    class Switch(Callback):
+    def switch(trainer, pl_module, batch, batch_idx):
         """Off for one step within the first window."""
+        trainer.precision_plugin.set_phase("fqt")
+        trainer.precision_plugin.set_blend(1.0)
+        if batch_idx == 5:
+            off(trainer.precision_plugin)
 
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            trainer.precision_plugin.set_phase("fqt")
-            trainer.precision_plugin.set_blend(1.0)
-            if batch_idx == 5:
-                off(trainer.precision_plugin)
-
-    run = trainer(Switch(), OsciReset(window=8, every=10), max_steps=20, logger=CSVLogger("logs"))
+    run = trainer(
+        On(on_train_batch_start=switch), OsciReset(window=8, every=10), max_steps=20, logger=CSVLogger("logs")
+    )
     run.fit(Row())
     assert [step + 1 for step in logged(run)] == [18]
 
 
 def test_no_memory_between_windows():
     reset, held = OsciReset(window=4, every=10), []
-
-    class Look(Callback):
-        def on_train_batch_start(self, *_):
-            held.append(len(reset._paths))
-
-    trainer(reset, Look(), max_steps=12).fit(Row())
+    look = On(on_train_batch_start=lambda *_: held.append(len(reset._paths)))
+    trainer(reset, look, max_steps=12).fit(Row())
     assert held == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1]

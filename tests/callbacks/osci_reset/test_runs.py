@@ -12,7 +12,8 @@ from lightning_lowbit import LowBitAdamW, LowBitPrecision, TernaryPrecision, qua
 from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, trainer
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset
+from tests.lightning_imports import BoringModel, CSVLogger, MisconfigurationException, RandomDataset
+from tests.precision.regression_model import On
 from tests.tables import each
 
 
@@ -67,15 +68,14 @@ def test_a_real_run(plugin):
 
 
 def test_the_moments_stay():
-    class Moments(Watch):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            state = trainer.optimizers[0].state[pl_module.layer.weight]
-            self.weights.append(torch.stack([state["exp_avg"], state["exp_avg_sq"]]).clone())
+    def note(trainer, pl_module, *_):
+        state = trainer.optimizers[0].state[pl_module.layer.weight]
+        moments.append(torch.stack([state["exp_avg"], state["exp_avg_sq"]]).clone())
 
-    callbacks = [before := Moments(), OsciReset(window=2, every=2), after := Moments()]
-    run = trainer(*callbacks, plugin=TernaryPrecision(quantize_output=True), max_steps=4)
+    moments, look = [], On(on_train_batch_end=note)
+    run = trainer(look, OsciReset(window=2, every=2), look, plugin=TernaryPrecision(quantize_output=True), max_steps=4)
     run.fit(Small())
-    assert torch.equal(torch.stack(before.weights), torch.stack(after.weights))
+    assert len(moments) == 8 and all(map(torch.equal, moments[::2], moments[1::2]))
     assert run.callback_metrics["reset/fprop_w/layer"] > 0, "the run does not test what it should"
 
 
@@ -86,10 +86,9 @@ def test_a_resumed_run_goes_on_with_its_window(at):
     Were paths of the first four steps lost, the fifth alone would not reach the threshold, or too easily.
     """
 
-    class Keep(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == at:
-                trainer.save_checkpoint("x.ckpt")
+    def keep(trainer, *_):
+        if trainer.global_step == at:
+            trainer.save_checkpoint("x.ckpt")
 
     def run(*callbacks, **kwargs):
         options = {"max_steps": 16, "limit_train_batches": 1, "logger": CSVLogger("logs")}
@@ -97,7 +96,7 @@ def test_a_resumed_run_goes_on_with_its_window(at):
         one.fit(model, **kwargs)
         return model.layer.weight.detach(), logged(one)
 
-    whole, rows = run(Keep())
+    whole, rows = run(On(on_train_batch_end=keep))
     resumed, more = run(ckpt_path="x.ckpt", weights_only=True)
     assert list(rows) == [4, 14], "the run does not test what it should"
     assert rows[4] == {"reset/fprop_w/layer": 2 / 8}
@@ -117,17 +116,14 @@ def test_a_window_is_part_of_the_checkpoint_while_it_is_open():
         assert loaded.state_dict() == state, "what is loaded and saved again before training starts is lost"
 
 
-@each("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}])
-def test_nothing_to_act_on(casts):
-    with pytest.raises(MisconfigurationException, match="OsciReset needs .* and of 1 converted layers none has one"):
-        fit(OsciReset(), plugin=LowBitPrecision(casts))
-
-
-def test_a_weight_that_is_computed_is_left_out():
-    model = Row()
-    prune.identity(model.layer, "weight")
-    with pytest.raises(MisconfigurationException, match="OsciReset needs parameters .* of 1 converted layers none has"):
-        fit(OsciReset(), model=model)
+def test_nothing_to_act_on():
+    """Casts that round no weight to nearest, and a weight that is computed."""
+    computed, stochastic = Row(), {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}
+    prune.identity(computed.layer, "weight")
+    told = "OsciReset needs parameters .* and of 1 converted layers none has one"
+    for model, casts in ((Row(), "bf16"), (Row(), "ufp4"), (Row(), stochastic), (computed, "int4")):
+        with pytest.raises(MisconfigurationException, match=told):
+            fit(OsciReset(), model=model, plugin=LowBitPrecision(casts))
 
 
 def test_sharded_weights_are_refused(monkeypatch):
@@ -150,11 +146,7 @@ def test_weights_that_an_optimizer_has_copies_of_are_refused():
 
 def test_a_window_of_another_model_is_refused():
     paths = {"layer": {"latent": torch.ones(3, 4), "quantized": torch.ones(3, 4)}}
-
-    class Loads(Callback):
-        def on_train_start(self, run, module):
-            callback.load_state_dict({"step": 1, "end": 9, "paths": paths})
-
     callback = OsciReset(window=6, every=8)
+    load = On(on_train_start=lambda *_: callback.load_state_dict({"step": 1, "end": 9, "paths": paths}))
     with pytest.raises(ValueError, match=r"OsciReset's window.*another model.*layer.*\(3, 4\).*\(16, 32\)"):
-        trainer(Loads(), callback, plugin=TernaryPrecision(), max_steps=2).fit(Small())
+        trainer(load, callback, plugin=TernaryPrecision(), max_steps=2).fit(Small())

@@ -35,6 +35,7 @@ from tests.callbacks.precision_summary.runs import (
     trainer_with,
 )
 from tests.lightning_imports import BoringModel, Callback, SingleDeviceStrategy, TensorBoardLogger, quiet_trainer
+from tests.precision.regression_model import On
 from tests.tables import each
 
 
@@ -111,8 +112,11 @@ def test_reports_are_plain_data(tmp_path):
 
 
 def test_a_report_without_a_step():
-    summary = PrecisionSummary(quiet=True)
-    trainer = trainer_with(summary)
+    trainer = trainer_with(summary := PrecisionSummary(quiet=True))
+    for ask in (summary.coverage, summary.average_bits):
+        with pytest.raises(RuntimeError, match="there was none yet"):
+            ask()
+    assert (summary.report_sections(trainer), summary.report_data(trainer)) == ([], {"layers": []})
     summary.on_train_start(trainer, Two())
     assert "No training step was taken." in sections_of(summary, trainer)
     assert json.dumps(summary.report_data(trainer))
@@ -120,21 +124,15 @@ def test_a_report_without_a_step():
 
 
 def test_results_are_the_same_to_the_bit():
-    class Watch(Callback):
-        def __init__(self):
-            self.seen = []
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.seen.append(outputs["loss"].detach().clone())
-
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            self.seen += [p.grad.clone() for p in pl_module.parameters()]
-
     def run(*callbacks):
         torch.manual_seed(1)
-        watch = Watch()
+        seen = []
+        watch = On(
+            on_train_batch_end=lambda trainer, model, outputs, *_: seen.append(outputs["loss"].detach().clone()),
+            on_before_optimizer_step=lambda trainer, model, _: seen.extend(p.grad.clone() for p in model.parameters()),
+        )
         fit(*callbacks, watch)
-        return watch.seen
+        return seen
 
     found, expected = run(PrecisionSummary(quiet=True)), run()
     assert len(found) == 2 * 5
@@ -170,18 +168,10 @@ def test_an_exception_in_the_first_step(where):
 
 
 def test_counts_the_first_step_only():
-    """The others run without a dispatch mode."""
-
-    class Watch(Callback):
-        def __init__(self):
-            self.modes = []
-
-        def on_before_backward(self, *_):
-            self.modes.append(len(_get_current_dispatch_mode_stack()))
-
-    watch = Watch()
+    modes = []
+    watch = On(on_before_backward=lambda *_: modes.append(len(_get_current_dispatch_mode_stack())))
     fit(PrecisionSummary(quiet=True), watch, max_steps=3)
-    assert watch.modes == [1, 0, 0]
+    assert modes == [1, 0, 0]
 
 
 def test_names_in_the_tables():

@@ -98,17 +98,12 @@ def test_says_layers_coverage_and_average_once(capsys):
     assert f"{AVERAGE}32.00 bits per GEMM operand.\n" in capsys.readouterr().out, "a phase without a plugin"
 
 
-@each(
-    "make, reason",
-    [
-        (
-            lambda: FP4Precision(**SKIP),
-            "nvfp4: GEMMs of codes on CPUs need the C++ kernels; 'cpu' is declared to have none.",
-        ),
-        (lambda: FP4Precision(**SKIP, backend="emulated"), "nvfp4: backend='emulated'."),
-        (lambda: LowBitPrecision("mxfp6", **SKIP), "mxfp6: no native GEMM takes these casts."),
-    ],
-)
+@each("make, reason", [
+    (lambda: FP4Precision(**SKIP),
+     "nvfp4: GEMMs of codes on CPUs need the C++ kernels; 'cpu' is declared to have none."),
+    (lambda: FP4Precision(**SKIP, backend="emulated"), "nvfp4: backend='emulated'."),
+    (lambda: LowBitPrecision("mxfp6", **SKIP), "mxfp6: no native GEMM takes these casts."),
+])  # fmt: skip
 def test_says_why_gemms_are_emulated(capsys, make, reason):
     with declared("cpu", ()):
         fit(PrecisionSummary(), plugin=make())
@@ -155,7 +150,6 @@ def test_columns_that_are_wide_together_are_folded():
 @each("bar", [LowBitProgressBar, TQDMProgressBar, lambda: LowBitProgressBar(refresh_rate=0), RichProgressBar])
 @each("order", [1, -1])
 def test_above_a_progress_bar(capsys, bar, order):
-    """All of it, whatever the order of callbacks, and no line has a piece of the bar in it."""
     fit(*[bar(), PrecisionSummary()][::order], enable_progress_bar=True)
     output = capsys.readouterr().out
     assert_said_once(output)
@@ -211,16 +205,6 @@ def test_says_in_what_else_is_computed_and_why(capsys, lacking, asked, end):
     assert f"What is not quantized is computed in {end}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_nothing_is_known_before_the_first_step():
-    summary = PrecisionSummary()
-    for ask in (summary.coverage, summary.average_bits):
-        with pytest.raises(RuntimeError, match="there was none yet"):
-            ask()
-    trainer = trainer_with()
-    assert summary.report_sections(trainer) == []
-    assert summary.report_data(trainer) == {"layers": []}
-
-
 def test_a_resumed_run_continues_the_average(tmp_path):
     """The first step after the resume is in another phase, and the coverage said is that of full quantization."""
     *_, trainer = report(QAFSwitch(step=2), max_steps=4)
@@ -272,8 +256,6 @@ def test_the_optimizers_own_arithmetic_is_not_counted(base):
 
 
 def test_two_manual_steps_in_a_batch():
-    """As in adversarial training: all of the batch counts."""
-
     class Twice(Manual):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)

@@ -115,8 +115,6 @@ class Augmented(Draws):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the resumed run saves none
 @each("step", [3, 11])
 def test_a_resumed_run_augments_its_batches_alike(step, tmp_path):
-    """Noise of the data and of a hook, in the middle of an epoch."""
-
     def seen(*callbacks, ckpt_path=None):
         torch.seed()
         saves = {"enable_checkpointing": bool(callbacks)}

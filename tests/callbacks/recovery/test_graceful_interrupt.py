@@ -19,6 +19,7 @@ from tests.lightning_imports import (
     SLURMEnvironment,
     quiet_trainer,
 )
+from tests.precision.regression_model import On
 
 
 class Interrupt(Callback):
@@ -92,10 +93,11 @@ def test_the_step_and_a_due_validation_end_and_a_second_ctrl_c_stops_at_once(
     assert ends == 143 or interrupt.at_shutdown is SIG_IGN, "an impatient Ctrl-C would break the shutdown"
 
 
-def test_saves_beside_the_other_checkpoints(tmp_path):
+def test_saves_beside_the_other_checkpoints_and_says_where(tmp_path, told):
     checkpoint = ModelCheckpoint(tmp_path / "here")
     fit(Interrupt({1: [SIGINT]}), checkpoint, ends=1, limit_val_batches=0, enable_checkpointing=True)
     assert saved_step(tmp_path / "here" / "interrupted.ckpt") == 2
+    assert f"To resume: --ckpt_path {tmp_path / 'here' / 'interrupted.ckpt'}" in told.text
 
 
 def test_gives_the_signal_back():
@@ -126,11 +128,8 @@ def test_workers_of_a_loader_leave_it_to_the_trainer(capfd):
 
 
 def test_sigterm_before_the_first_step_ends_with_143():
-    class Early(Callback):
-        def on_validation_batch_start(self, *_):
-            os.kill(os.getpid(), SIGTERM)
-
-    fit(Early(), seen := Interrupt({}), ends=143, num_sanity_val_steps=2, limit_val_batches=2)
+    early = On(on_validation_batch_start=lambda *_: os.kill(os.getpid(), SIGTERM))
+    fit(early, seen := Interrupt({}), ends=143, num_sanity_val_steps=2, limit_val_batches=2)
     assert not seen.seen
 
 

@@ -10,13 +10,12 @@ from tests.callbacks.switches import runs
 from tests.curves import csv_curves
 from tests.lightning_imports import (
     BoringModel,
-    Callback,
     CSVLogger,
     MisconfigurationException,
     pytorch,
     quiet_trainer,
 )
-from tests.precision.regression_model import Regression
+from tests.precision.regression_model import On, Regression
 from tests.tables import each
 
 Accumulation = pytorch.callbacks.GradientAccumulationScheduler
@@ -54,34 +53,20 @@ def test_switches_all_layers_at_a_step(callbacks, kwargs, full, qaf):
     assert fit(*callbacks, **kwargs) == ["fqt"] * full + ["qaf"] * qaf
 
 
-@each(
-    "switch, line",
-    [
-        (
-            lambda: QAFSwitch(step=4),
-            "QAFSwitch(step=4) has not acted: training ended at step 3 and it is due at step 4.",
-        ),
-        (lambda: PrecisionSwitch("bf16", tokens=10**9), "tokens=1000000000) has not acted: training ended at step 3."),
-        (lambda: QAFSwitch(step=2), None),
-    ],
-)
+@each("switch, line", [
+    (lambda: QAFSwitch(step=4), "QAFSwitch(step=4) has not acted: training ended at step 3 and it is due at step 4."),
+    (lambda: PrecisionSwitch("bf16", tokens=10**9), "tokens=1000000000) has not acted: training ended at step 3."),
+    (lambda: QAFSwitch(step=2), None),
+])  # fmt: skip
 def test_a_run_that_ends_before_the_switch_says_so(switch, line, told):
-    class Stops(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step == 3
-
     told.clear()
-    fit(switch(), Stops())
+    fit(switch(), On(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == 3)))
     assert (line or "") in told.text and ("has not acted" in told.text) == (line is not None), told.text
 
 
 def test_a_later_change_by_hand_stands():
-    class ByHand(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 4:
-                trainer.precision_plugin.set_phase("bf16")
-
-    assert fit(QAFSwitch(step=2), ByHand()) == ["fqt", "fqt", "qaf", "qaf", "bf16", "bf16"]
+    by_hand = On(on_train_batch_start=lambda run, *_: run.global_step == 4 and run.precision_plugin.set_phase("bf16"))
+    assert fit(QAFSwitch(step=2), by_hand) == ["fqt", "fqt", "qaf", "qaf", "bf16", "bf16"]
 
 
 def test_overrides_survive_a_switch_and_a_switch_back():

@@ -214,7 +214,6 @@ class Measured(Callback):
     ],
 )
 def test_after_some_measurements_in_a_row(values, expected):
-    """Whatever the order of the callbacks."""
     for order in (1, -1):
         switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))
         both = [Measured(*values, 3), switch]
@@ -265,21 +264,13 @@ TRIGGERS = {
 }
 
 
-@pytest.mark.parametrize("name", TRIGGERS)
+@pytest.mark.parametrize("name", [name for name in TRIGGERS if name != "plateau"])  # see gradual/test_resume.py
 def test_resumes_before_at_and_after(name):
-    """With a re-warm and new moments, which happen once."""
-
     callbacks = [Measured(3, 1, 1, 3), QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")]
-    kwargs = {"max_steps": 12 if name == "plateau" else 8}
-    if name == "plateau":
-        kwargs |= {"val_check_interval": 2, "limit_val_batches": 1}
-    whole = fit_texts(*deepcopy(callbacks), keep="trained", **kwargs)
-    switched = whole.phases.index("qaf")
-    assert switched == {"plateau": 6}.get(name, 4)
-    # Of a checkpoint between a step and the validation after it, Lightning leaves this validation out.
-    at = [3, 7, 9] if name == "plateau" else [switched - 1, switched, switched + 1, switched + 2]
-    for step in at:
-        resumed = fit_texts(*deepcopy(callbacks), ckpt_path=f"{step}.ckpt", **kwargs)
+    whole = fit_texts(*deepcopy(callbacks), keep="trained")
+    assert whole.phases.index("qaf") == 4
+    for step in (3, 4, 5, 6):
+        resumed = fit_texts(*deepcopy(callbacks), ckpt_path=f"{step}.ckpt")
         assert resumed.rows == whole.rows[step:], f"resumed after step {step}"
         assert torch.equal(resumed.weights, whole.weights), f"resumed after step {step}: other weights"
 
@@ -292,7 +283,6 @@ def test_what_is_measured_and_not_looked_at_is_saved():
 
 
 def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
-    """Also where one finds out only then."""
     for switches, last in [
         ([PrecisionSwitch("bf16", step=3), QAFSwitch(tokens=30)], "qaf"),
         ([QAFSwitch(tokens=30), PrecisionSwitch("bf16", step=3)], "bf16"),

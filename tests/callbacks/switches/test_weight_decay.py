@@ -5,8 +5,8 @@ import torch
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
 from tests.callbacks.switches.runs import RESUMES, Saving
-from tests.lightning_imports import Callback, MisconfigurationException
-from tests.precision.regression_model import Regression, flat, trainer
+from tests.lightning_imports import MisconfigurationException
+from tests.precision.regression_model import On, Regression, flat, trainer
 from tests.tables import each
 
 pytestmark = RESUMES
@@ -117,8 +117,6 @@ def test_goes_with_a_switch_of_something_else():
 
 @each("make", [torch.optim.AdamW, StableSPAM])
 def test_weights_decay_no_more(make):
-    """With zero gradients nothing else moves them."""
-
     class Still(Decayed):
         def __init__(self):
             super().__init__(lambda groups: make(groups, lr=0.5))
@@ -149,7 +147,6 @@ def test_a_resumed_run_repeats_the_uninterrupted_one():
 
 
 def test_a_run_that_resumes_after_the_step_switches():
-    """Of several, as the last one that is due does."""
     fit(keep="trained", max_steps=4)
     switches = [WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(1.0, step=2)]
     assert fit(*switches, ckpt_path="4.ckpt") == [[2, 2, 0]] * 2
@@ -159,13 +156,12 @@ def test_a_run_that_resumes_after_the_step_switches():
 def test_a_group_that_joins_switches_too(joins, expected):
     """Before the switch of step 3 or after it; the weight decays of its first step, and of the last."""
 
-    class Joins(Callback):
-        def on_train_batch_start(self, run, module, batch, batch_idx):
-            if run.global_step == joins:
-                new = torch.nn.Parameter(torch.ones(1))
-                run.optimizers[0].add_param_group({"params": [new], "weight_decay": 0.75})
+    def join(run, *_):
+        if run.global_step == joins:
+            new = torch.nn.Parameter(torch.ones(1))
+            run.optimizers[0].add_param_group({"params": [new], "weight_decay": 0.75})
 
-    decays = fit(Joins(), WeightDecaySwitch(step=3))
+    decays = fit(On(on_train_batch_start=join), WeightDecaySwitch(step=3))
     assert decays[joins] == expected
     assert decays[-1] == AFTER + [0]
 

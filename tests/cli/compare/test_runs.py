@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli.lab.compare.command import _is_running, environment, runs_of
@@ -72,23 +73,18 @@ def test_a_saved_configuration_is_compared_in_folders_of_its_own(capsys):
     assert not Path("runs/quickstart+tiny/version_1").exists()
 
 
-KILLED_IN_ITS_LAST_VALIDATION = """
-import os
-from pathlib import Path
-from lightning.pytorch import Callback
-
 class Killed(Callback):
+    """Ends its process in the last validation, once."""
+
     def on_validation_start(self, trainer, pl_module):
         if trainer.global_step == trainer.max_steps and not Path("killed").exists():
             Path("killed").touch()
             os._exit(9)
-"""
 
 
 @pytest.mark.slow
 def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
-    Path("killer.py").write_text(KILLED_IN_ITS_LAST_VALIDATION)
-    killer = "--trainer.callbacks+=killer.Killed"
+    killer = "--trainer.callbacks+=tests.cli.compare.test_runs.Killed"
     often = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: true}}"
     assert compare(often, killer) == 1, "the run was not killed"
     checkpoints = list(Path("runs/compare/base").rglob("last.ckpt"))

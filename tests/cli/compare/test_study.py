@@ -58,24 +58,19 @@ def test_dry_run_says_what_would_run(capsys):
     assert not Path("runs").exists() and not Path("here").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--study=scale_format"], "--study scale_format: no such file, and no recipe, overlay or study of this name."),
-        (["--study="], "--study of a study; see `lowbit ls`"),
-        (["--study=bf16"], "is no study, since it has no rows"),
-        (["--study=mine.yaml", "--config=quickstart"], "leave out --config,"),
-        (["--study=mine.yaml", "--vary=bf16", "--lr=1"], "leave out --vary and --lr,"),
-        (["--study=mine.yaml", "--pilot"], "study 'mine' has none: write effects"),
-        (["--config=quickstart", "--pilot"], "--pilot needs the expected effects of a study: give one with --study"),
-        (
-            ["--config=quickstart", "--vary=bf16,missing.yaml"],
-            "Row 'missing': No module named 'no_such_package', which the configuration names: install its package "
-            "(no-such-package), or",
-        ),
-        (["--config=quickstart", "--vary=bf16,scale_formats"], "use `lowbit compare --study scale_formats`"),
-    ],
-)
+@pytest.mark.parametrize("arguments, line", [
+    (["--study=scale_format"], "--study scale_format: no such file, and no recipe, overlay or study of this name."),
+    (["--study="], "--study of a study; see `lowbit ls`"),
+    (["--study=bf16"], "is no study, since it has no rows"),
+    (["--study=mine.yaml", "--config=quickstart"], "leave out --config,"),
+    (["--study=mine.yaml", "--vary=bf16", "--lr=1"], "leave out --vary and --lr,"),
+    (["--study=mine.yaml", "--pilot"], "study 'mine' has none: write effects"),
+    (["--config=quickstart", "--pilot"], "--pilot needs the expected effects of a study: give one with --study"),
+    (["--config=quickstart", "--vary=bf16,missing.yaml"],
+     "Row 'missing': No module named 'no_such_package', which the configuration names: install its package "
+     "(no-such-package), or"),
+    (["--config=quickstart", "--vary=bf16,scale_formats"], "use `lowbit compare --study scale_formats`"),
+])  # fmt: skip
 def test_mistakes_on_the_command_line(arguments, line, capsys):
     optimizer = {"class_path": "no_such_package.Lion"}
     Path("missing.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"optimizer": optimizer}}}))
@@ -84,38 +79,33 @@ def test_mistakes_on_the_command_line(arguments, line, capsys):
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"more_sedes": {"bf16": [1]}}, "more_sedes"),
-        ({"config": None}, "config"),
-        ({"config": "mine.yaml"}, "mine.yaml is a study, which is many runs"),
-        ({"rows": {"a": 3}}, "Given value: 3"),
-        ({"rows": {16: "bf16"}}, "the name of a row is text, and that of a folder; got 16"),
-        ({"rows": {"a/b": "bf16"}}, "the name of a row is text, and that of a folder; got 'a/b'"),
-        ({"rows": {}}, "The study has no run"),
-        ({"seeds": ["a"]}, "Got value: a"),
-        ({"more_seeds": {"bf16": [0]}}, "The study has the seed '0' twice"),
-        ({"more_seeds": {"bf17": [1]}}, "Did you mean 'bf16'?"),
-        ({"baseline": "bf17"}, "there is no row 'bf17'. Did you mean 'bf16'?"),
-        ({"effects": ["bf16"]}, "wrong.yaml: effects are written by row, such as {fp4: {expected: +0.02}}"),
-        ({"effects": {"bf17": {"expected": 1}}}, "row in effects of wrong.yaml 'bf17'. Did you mean 'bf16'?"),
-        ({"effects": {"bf16": 0.02}}, "row 'bf16' is a mapping with expected, such as {expected: +0.02}; got 0.02"),
-        ({"effects": {"bf16": {"expected": 1, "agianst": "a"}}}, "Did you mean 'against'?"),
-        ({"effects": {"bf16": {"expected": 1}}}, "compares it with itself: name another row as against"),
-        ({"effects": {"two": {"expected": 1, "against": "bf17"}}}, "Did you mean 'bf16'?"),
-        ({"effects": {"two": {"expected": 0}}}, "such as +0.02 or -3.4% (of the other row's loss), or lower or"),
-        ({"effects": {"two": {"expected": "better"}}}, "or lower or higher; got 'better'"),
-        ({"effects": {"two": {"expected": True}}}, "or lower or higher; got True"),
-        ({"effects": {"two": {"expected": 1, "source": 3}}}, "a source that is no text: put it in quotes; got 3"),
-        ({"effects": {"two": [{"expected": 1}, {"expected": 2}]}}, "effects has 'two against bf16' twice"),
-        ({"rows": {"bf16": "bf16", "odd": {"trainer": {"max_stepz": 3}}}}, "Row 'odd': "),
-        (
-            {"rows": {"odd": {"trainer": {"plugins": {"init_args": {"casts": {"preset": "nvfp5"}}}}}}},
-            "Row 'odd': Unknown preset 'nvfp5'. Did you mean 'nvfp4'?",
-        ),
-    ],
-)
+@pytest.mark.parametrize("changes, line", [
+    ({"more_sedes": {"bf16": [1]}}, "more_sedes"),
+    ({"config": None}, "config"),
+    ({"config": "mine.yaml"}, "mine.yaml is a study, which is many runs"),
+    ({"rows": {"a": 3}}, "Given value: 3"),
+    ({"rows": {16: "bf16"}}, "the name of a row is text, and that of a folder; got 16"),
+    ({"rows": {"a/b": "bf16"}}, "the name of a row is text, and that of a folder; got 'a/b'"),
+    ({"rows": {}}, "The study has no run"),
+    ({"seeds": ["a"]}, "Got value: a"),
+    ({"more_seeds": {"bf16": [0]}}, "The study has the seed '0' twice"),
+    ({"more_seeds": {"bf17": [1]}}, "Did you mean 'bf16'?"),
+    ({"baseline": "bf17"}, "there is no row 'bf17'. Did you mean 'bf16'?"),
+    ({"effects": ["bf16"]}, "wrong.yaml: effects are written by row, such as {fp4: {expected: +0.02}}"),
+    ({"effects": {"bf17": {"expected": 1}}}, "row in effects of wrong.yaml 'bf17'. Did you mean 'bf16'?"),
+    ({"effects": {"bf16": 0.02}}, "row 'bf16' is a mapping with expected, such as {expected: +0.02}; got 0.02"),
+    ({"effects": {"bf16": {"expected": 1, "agianst": "a"}}}, "Did you mean 'against'?"),
+    ({"effects": {"bf16": {"expected": 1}}}, "compares it with itself: name another row as against"),
+    ({"effects": {"two": {"expected": 1, "against": "bf17"}}}, "Did you mean 'bf16'?"),
+    ({"effects": {"two": {"expected": 0}}}, "such as +0.02 or -3.4% (of the other row's loss), or lower or"),
+    ({"effects": {"two": {"expected": "better"}}}, "or lower or higher; got 'better'"),
+    ({"effects": {"two": {"expected": True}}}, "or lower or higher; got True"),
+    ({"effects": {"two": {"expected": 1, "source": 3}}}, "a source that is no text: put it in quotes; got 3"),
+    ({"effects": {"two": [{"expected": 1}, {"expected": 2}]}}, "effects has 'two against bf16' twice"),
+    ({"rows": {"bf16": "bf16", "odd": {"trainer": {"max_stepz": 3}}}}, "Row 'odd': "),
+    ({"rows": {"odd": {"trainer": {"plugins": {"init_args": {"casts": {"preset": "nvfp5"}}}}}}},
+     "Row 'odd': Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
+])  # fmt: skip
 def test_mistakes_in_the_file(changes, line, capsys):
     study = {"config": ["quickstart", "tiny.yaml"], "rows": {"bf16": "bf16", "two": "nvfp4"}}
     Path("wrong.yaml").write_text(yaml.safe_dump({**study, **changes}))

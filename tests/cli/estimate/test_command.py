@@ -87,32 +87,26 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
 
 
 @pytest.mark.fast("--device=h1000-", "--devices=0-", "--peak=fp8=fast-", "--nonsense=1-")
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--device=h1000"], "Did you mean 'h100'?"),
-        (["--strategy=ddpp"], "Did you mean 'ddp'?"),
-        (["--gather=fp8", "--strategy=fsdp"], "Unknown --gather 'fp8'."),
-        (["--gather=bf16"], "DDP gathers nothing"),
-        (["--gather=casts", "--strategy=fsdp", "--devices=4"], "No weight can be gathered as its casts quantize it"),
-        (["--devices=0"], "--devices is a whole number, 1 or more; got 0."),
-        (["--devices=6", "--tensor_parallel=4", "--strategy=fsdp"], "6 devices do not divide into groups of 4"),
-        (["--devices=2", "--tensor_parallel=2"], "give --strategy fsdp"),
-        (["--utilization=1.5"], "--utilization is a share of the peak"),
-        (["--peak=fp9=100"], "Unknown arithmetic in --peak 'fp9'."),
-        (["--peak=fp8=fast"], "such as bf16=989,fp8=1979"),
-        (["--peak=1e15"], "--peak takes arithmetics and their TFLOP/s, such as bf16=989,fp8=1979; got '1e15'."),
-        (["--memory=-1"], "--memory takes numbers above 0"),
-        (["--launch=0"], "--launch takes numbers above 0, such as 50, in microseconds"),
-        (
-            ["--trainer.devices=auto", "--trainer.strategy=deepspeed", "--batch_size=0"],
-            "give --devices. How deepspeed spreads a model is not known here: say --strategy ddp or --strategy fsdp. "
-            "TextDataModule tells no batch_size of 1 or more (got 0): give --batch_size.",
-        ),
-        (["--nonsense=1"], "nonsense"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize("arguments, line", [
+    (["--device=h1000"], "Did you mean 'h100'?"),
+    (["--strategy=ddpp"], "Did you mean 'ddp'?"),
+    (["--gather=fp8", "--strategy=fsdp"], "Unknown --gather 'fp8'."),
+    (["--gather=bf16"], "DDP gathers nothing"),
+    (["--gather=casts", "--strategy=fsdp", "--devices=4"], "No weight can be gathered as its casts quantize it"),
+    (["--devices=0"], "--devices is a whole number, 1 or more; got 0."),
+    (["--devices=6", "--tensor_parallel=4", "--strategy=fsdp"], "6 devices do not divide into groups of 4"),
+    (["--devices=2", "--tensor_parallel=2"], "give --strategy fsdp"),
+    (["--utilization=1.5"], "--utilization is a share of the peak"),
+    (["--peak=fp9=100"], "Unknown arithmetic in --peak 'fp9'."),
+    (["--peak=fp8=fast"], "such as bf16=989,fp8=1979"),
+    (["--peak=1e15"], "--peak takes arithmetics and their TFLOP/s, such as bf16=989,fp8=1979; got '1e15'."),
+    (["--memory=-1"], "--memory takes numbers above 0"),
+    (["--launch=0"], "--launch takes numbers above 0, such as 50, in microseconds"),
+    (["--trainer.devices=auto", "--trainer.strategy=deepspeed", "--batch_size=0"],
+     "give --devices. How deepspeed spreads a model is not known here: say --strategy ddp or --strategy fsdp. "
+     "TextDataModule tells no batch_size of 1 or more (got 0): give --batch_size."),
+    (["--nonsense=1"], "nonsense"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_mistakes(arguments, line, capsys):
     assert estimate(*QUICK, *arguments) == 2
     assert line in capsys.readouterr().err.strip().splitlines()[-1]

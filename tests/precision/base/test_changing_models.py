@@ -118,18 +118,13 @@ def bits(*quantized):
     return sum(size * width for size, width in flops) / sum(size for size, _ in flops)
 
 
-@each(
-    ("change", "then"),
-    [
-        (insert, bits(True, False, True)),
-        (remove, bits(True)),
-        (teach, bits(True, True)),
-        (
-            lambda net: setattr(net, "layer", nn.Sequential(net.layer[0], nn.Linear(32, 32), net.layer[4])),
-            bits(True, False),
-        ),
-    ],
-)
+@each("change, then", [
+    (insert, bits(True, False, True)),
+    (remove, bits(True)),
+    (teach, bits(True, True)),
+    (lambda net: setattr(net, "layer", nn.Sequential(net.layer[0], nn.Linear(32, 32), net.layer[4])),
+     bits(True, False)),
+])  # fmt: skip
 def test_the_average_over_the_run_counts_them(told, change, then):
     summary = PrecisionSummary(quiet=True)
     fit(told, Net(), summary, At(change))

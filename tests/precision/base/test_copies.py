@@ -222,7 +222,6 @@ def test_averages_of_weights_are_evaluated_by_their_own_amaxes(callback, tmp_pat
 
 @each("make", [lambda: FP4Precision("nvfp4"), lambda: FP8Precision("delayed")])
 def test_a_frozen_copy_passes_gradients_on_without_a_word(make):
-    """As a critic or a loss does; warnings are errors here."""
     critic = copy.deepcopy(fit(make(), max_steps=3).net).requires_grad_(False).train()
     x = X[:4].clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):

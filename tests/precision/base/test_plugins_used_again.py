@@ -8,6 +8,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
 from tests.lightning_imports import MisconfigurationException, quiet_trainer
+from tests.precision.fp16.runs import assert_same
 from tests.precision.regression_model import On, Regression, flat, state
 from tests.tables import each
 
@@ -89,9 +90,8 @@ def test_training_and_evaluating_fold_after_fold_is_as_with_plugins_of_their_own
             losses.append(folds.loss(fold))
             folds.trainers[fold].test(folds.models[fold], verbose=False)
             losses.append(float(folds.models[fold].val_losses[-1]))
-        outcomes.append((losses, [flat(one) for one in folds.models]))
-    assert outcomes[0][0] == outcomes[1][0]
-    assert all(torch.equal(*pair) for pair in zip(outcomes[0][1], outcomes[1][1], strict=True))
+        outcomes.append([losses, [flat(one) for one in folds.models]])
+    assert_same(*outcomes)
 
 
 def test_a_run_without_such_a_state_is_evaluated_after_others():
@@ -179,8 +179,7 @@ def test_evaluating_a_checkpoint_leaves_training_as_it_was(trained, is_origin):
         trainer.fit(one)
         assert (plugin.phase, float(plugin.blend), plugin.step) == ("hp-forward", 1.0, trained + 2)
         outcomes.append({"weights": flat(one), **state(plugin)["amax_history"]})
-    assert outcomes[0].keys() == outcomes[1].keys()
-    assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+    assert_same(*outcomes)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -200,7 +199,6 @@ def test_a_trainer_resumes_its_run_from_a_checkpoint():
 
 @each("plugin, warns", [(fp8, True), (fp4, False)])
 def test_a_state_that_ends_with_the_process_that_trained_is_told(plugin, warns):
-    """By a warning there, which is an error in tests."""
     told = pytest.raises(ProcessRaisedException, match="The processes that trained end now")
     with told if warns else nullcontext():
         quiet_trainer(plugin(), strategy="ddp_fork", devices=1, max_steps=1).fit(model(0))

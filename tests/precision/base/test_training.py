@@ -11,26 +11,19 @@ from lightning_lowbit.nn import set_phase
 from lightning_lowbit.units import cpu_without
 from tests.lightning_imports import BoringModel, MisconfigurationException
 from tests.precision.base.models import Recurrent
-from tests.precision.regression_model import Regression, fitted, flat, state
-
-
-class Recorder(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(str(self.layer.lowbit.keys.tolist()))
-        return super().training_step(batch, batch_idx)
+from tests.precision.fp16.runs import assert_same
+from tests.precision.regression_model import On, Regression, fitted, flat, state
 
 
 def test_each_micro_batch_has_its_own_random_bits():
-    keys, again, other = (
-        fitted(
-            FP4Precision(seed=seed), Recorder(), accumulate_grad_batches=2, limit_train_batches=4
-        ).lightning_module.seen
-        for seed in (3, 3, 4)
-    )
+    def drawn(seed):
+        seen = []
+        note = On(on_before_backward=lambda trainer, model, _: seen.append(str(model.layer.lowbit.keys.tolist())))
+        how = {"accumulate_grad_batches": 2, "limit_train_batches": 4, "callbacks": [note]}
+        fitted(FP4Precision(seed=seed), BoringModel(), **how)
+        return seen
+
+    keys, again, other = map(drawn, (3, 3, 4))
     assert len(set(keys)) == len(keys) == 4, "two micro-batches share their keys"
     assert again == keys, "the keys of a run are not reproducible"
     assert not set(keys) & set(other), "the seed changes nothing"
@@ -182,11 +175,8 @@ def test_their_steps_advance_delayed_scaling_and_one_warning_says_what_does_not_
     with pytest.warns(UserWarning) as warned:
         runs = fit("Lightning"), fit("itself")
     assert sum("global_step stays" in str(warning.message) for warning in warned) == 1
-    plugins = [run.precision_plugin for run in runs]
-    assert [plugin.step for plugin in plugins] == [6, 6]
-    histories, found = (state(plugin)["amax_history"] for plugin in plugins)
-    assert all(torch.equal(found[name], history) for name, history in histories.items())
-    assert torch.equal(*(flat(run.lightning_module) for run in runs))
+    assert [run.precision_plugin.step for run in runs] == [6, 6]
+    assert_same(*([state(run.precision_plugin)["amax_history"], flat(run.lightning_module)] for run in runs))
 
 
 def test_scaled_gradients_are_refused_and_a_warning_says_that_no_step_was_counted():
@@ -196,14 +186,16 @@ def test_scaled_gradients_are_refused_and_a_warning_says_that_no_step_was_counte
         fit("alone")
 
 
-def test_the_last_one_is_in_force_until_its_owner_pops_it():
-    plugin = FP4Precision()
+def test_the_last_temporary_phase_is_in_force_until_its_owner_pops_it():
+    model = fitted(plugin := FP4Precision(quantize_output=True), max_steps=1).lightning_module
+    full = model.head.full_casts
     plugin.push_phase("a", "bf16")
     plugin.push_phase("b", "qaf")
-    assert plugin.phase == "qaf"
+    assert plugin.phase == "qaf" and model.head.casts == full.phase("qaf") != full
     for owner, phase in (("a", "qaf"), ("b", "fqt"), ("b", "fqt")):
         plugin.pop_phase(owner)
         assert plugin.phase == phase
+    assert model.head.casts == full
 
 
 def test_an_owner_may_keep_its_place_until_another_phase_is_set():
@@ -220,12 +212,3 @@ def test_an_owner_may_keep_its_place_until_another_phase_is_set():
     assert not plugin.has_pushed("a")
     plugin.pop_phase("a")
     assert plugin.phase == "bf16"
-
-
-def test_layers_follow():
-    model = fitted(plugin := FP4Precision(quantize_output=True), max_steps=1).lightning_module
-    full = model.head.full_casts
-    plugin.push_phase("a", "qaf")
-    assert model.head.casts == full.phase("qaf") != full
-    plugin.pop_phase("a")
-    assert model.head.casts == full

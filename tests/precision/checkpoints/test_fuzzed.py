@@ -123,29 +123,22 @@ def test_weights_of_another_dtype_are_restored_into_a_model_that_has_it(checkpoi
 STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
 
 
-@each(
-    ("changes", "message"),
-    [
-        ({"step": None}, "step = None, which should be a whole number, 0 or more"),
-        ({"step": True}, "step = True, which should be a whole number"),
-        ({"micro_batch": -1}, "micro_batch = -1, which should be a whole number, 0 or more"),
-        ({"phase": "fpt"}, "Unknown phase in the checkpoint 'fpt'. Did you mean 'fqt'"),
-        ({"blend": torch.ones(2)}, r"blend = a tensor torch.float32 of shape \(2,\), which should be one number"),
-        ({"accumulated": 0}, "accumulated = 0, which should be 1 or more"),
-        ({"casts": {"layer": "nvfp4"}}, "casts.layer = 'nvfp4', which should be a mapping"),
-        ({"scaler": {"scale": "large"}}, r"scaler\.\w+"),
-        (
-            {"amax_history": {"layer": torch.ones(2, 2)}, "channel_amax": {}},
-            r"amax_history.layer = a tensor torch.float32 of shape \(2, 2\), which should be one row",
-        ),
-        (
-            {"amax_history": {}, "channel_amax": {"layer": torch.ones(2, dtype=int)}},
-            "channel_amax.layer = .*, which should be one row of floating-point numbers",
-        ),
-        ({"gradient_scale": {"loss": 2.0}}, "gradient_scale.loss = 2.0, which should be one row"),
-        ({"trained": 1}, "trained = 1, which should be"),
-    ],
-)
+@each("changes, message", [
+    ({"step": None}, "step = None, which should be a whole number, 0 or more"),
+    ({"step": True}, "step = True, which should be a whole number"),
+    ({"micro_batch": -1}, "micro_batch = -1, which should be a whole number, 0 or more"),
+    ({"phase": "fpt"}, "Unknown phase in the checkpoint 'fpt'. Did you mean 'fqt'"),
+    ({"blend": torch.ones(2)}, r"blend = a tensor torch.float32 of shape \(2,\), which should be one number"),
+    ({"accumulated": 0}, "accumulated = 0, which should be 1 or more"),
+    ({"casts": {"layer": "nvfp4"}}, "casts.layer = 'nvfp4', which should be a mapping"),
+    ({"scaler": {"scale": "large"}}, r"scaler\.\w+"),
+    ({"amax_history": {"layer": torch.ones(2, 2)}, "channel_amax": {}},
+     r"amax_history.layer = a tensor torch.float32 of shape \(2, 2\), which should be one row"),
+    ({"amax_history": {}, "channel_amax": {"layer": torch.ones(2, dtype=int)}},
+     "channel_amax.layer = .*, which should be one row of floating-point numbers"),
+    ({"gradient_scale": {"loss": 2.0}}, "gradient_scale.loss = 2.0, which should be one row"),
+    ({"trained": 1}, "trained = 1, which should be"),
+])  # fmt: skip
 def test_a_wrong_entry_is_named(changes, message):
     assert state_of({"lightning_lowbit": STATE}) == STATE
     with pytest.raises(ValueError, match=message):

@@ -37,15 +37,6 @@ RATE, MOMENTUM = 2.0**-4, 2.0**-1
 THRESHOLD, CLIP = 4.0, 0.125  # norms of gradients, above and below those of this model
 
 
-class Own(GradScaler):
-    """A user's: knows nothing of ranks, and has a cap."""
-
-    def update(self, new_scale=None):
-        super().update(new_scale)
-        scale, _ = self._check_scale_growth_tracker("update")
-        scale.clamp_(max=2.0**9)
-
-
 class Collectives(ranks_ddp.Collectives):
     """Counts those of DTensors too, which they start once they have been taken apart."""
 
@@ -72,7 +63,6 @@ SCALERS = {
     "conservative": lambda: ConservativeGradScaler(device="cpu", cooldown=1, **SETTINGS),
     "patient": lambda: ConservativeGradScaler(device="cpu", hysteresis=2, **SETTINGS),
     "torch": lambda: GradScaler("cpu", **SETTINGS),
-    "own": lambda: Own("cpu", **SETTINGS),
     "sharded conservative": lambda: ShardedConservativeGradScaler(device="cpu", cooldown=1, **SETTINGS),
     "sharded torch": lambda: ShardedGradScaler("cpu", **SETTINGS),
     "norm": lambda: GradientNormGradScaler(THRESHOLD, device="cpu", **SETTINGS),

@@ -6,7 +6,7 @@ import yaml
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision, StaticGradScaler
-from tests.lightning_imports import Callback, MixedPrecision, from_yaml
+from tests.lightning_imports import MixedPrecision, from_yaml
 from tests.precision.fp16.runs import (
     MOVING,
     OVERFLOWS,
@@ -20,7 +20,7 @@ from tests.precision.fp16.runs import (
     static,
     train,
 )
-from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.precision.regression_model import On, Regression, flat, state, trainer
 from tests.tables import each
 
 
@@ -131,15 +131,11 @@ def test_histories_of_a_checkpoint_follow_the_scale(first, then):
     def scale(plugin):
         return 1.0 if plugin.scaler is None else plugin.scaler.get_scale()
 
-    class InStep(Callback):
-        def on_before_backward(self, trainer, *args):
-            found.append(amaxes(state(after), scale(after)))
-
-    before, after = plugin(first), plugin(then)
-    found = []
+    before, after, found = plugin(first), plugin(then), []
+    in_step = On(on_before_backward=lambda *_: found.append(amaxes(state(after), scale(after))))
     run(before, 2, Regression())
     expected = amaxes(state(before), scale(before))
-    trainer(after, max_steps=3, limit_train_batches=1, callbacks=[InStep()]).fit(Regression(), ckpt_path="x.ckpt")
+    trainer(after, max_steps=3, limit_train_batches=1, callbacks=[in_step]).fit(Regression(), ckpt_path="x.ckpt")
     assert scale(after) != scale(before)
     assert_same(found[0], expected, "histories")
 
@@ -152,23 +148,16 @@ class Doubling(GradScaler):
 CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor": 4.0, "cooldown": 5, "device": "cpu"}
 
 
-@each(
-    ("scaler", "expected"),
-    [
-        (None, ConservativeGradScaler()),
-        ({"class_path": "lightning_lowbit.ConservativeGradScaler"}, ConservativeGradScaler()),
-        (
-            {"class_path": "lightning_lowbit.ConservativeGradScaler", "init_args": CONSERVATIVE},
-            ConservativeGradScaler(**CONSERVATIVE),
-        ),
-        ({"class_path": "lightning_lowbit.StaticGradScaler", "init_args": {"scale": 8}}, StaticGradScaler(8)),
-        (
-            {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "growth_interval": 9}},
-            GradScaler("cpu", growth_interval=9),
-        ),
-        ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
-    ],
-)
+@each("scaler, expected", [
+    (None, ConservativeGradScaler()),
+    ({"class_path": "lightning_lowbit.ConservativeGradScaler"}, ConservativeGradScaler()),
+    ({"class_path": "lightning_lowbit.ConservativeGradScaler", "init_args": CONSERVATIVE},
+     ConservativeGradScaler(**CONSERVATIVE)),
+    ({"class_path": "lightning_lowbit.StaticGradScaler", "init_args": {"scale": 8}}, StaticGradScaler(8)),
+    ({"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "growth_interval": 9}},
+     GradScaler("cpu", growth_interval=9)),
+    ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
+])  # fmt: skip
 def test_from_yaml(scaler, expected):
     arguments = {"compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
     plugins = {"class_path": "lightning_lowbit.FP4Precision", "init_args": arguments}

@@ -94,8 +94,6 @@ def trained(scaler, step, set_to_none=True):
 
 
 def test_two_optimizers_share_a_backward_pass():
-    """Also where the scale changes between their steps: gradients have that of the backward pass."""
-
     def step(model, first, second, place):
         model.manual_backward(model.loss(8 * place, 1.0))
         first.step()
@@ -201,13 +199,18 @@ def watched(step, read):
     return run
 
 
-def test_parameters_in_float16_are_refused_unless_they_are_frozen():
+def test_what_fp16_cannot_train_is_refused():
     model = Regression()
+    needs = r"ShardedConservativeGradScaler needs .*SingleDeviceStrategy has none.*asks all ranks"
+    with pytest.raises(MisconfigurationException, match=needs):
+        fitted(fp16(ShardedConservativeGradScaler(device="cpu")), model)
     model.mlp.half().requires_grad_(False)
     model.head.half()
     with pytest.raises(ValueError, match=r"parameters in float32.* head.weight is in float16.*Call model.float\(\)"):
-        trainer(fp16()).fit(model)
+        fitted(fp16(), model)
     assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
+    with pytest.raises(MisconfigurationException, match=r"LBFGS .* compute_dtype='bf16' or 'fp32', or use another"):
+        fitted(fp16(), Overflowing(make=torch.optim.LBFGS))
 
 
 def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind():
@@ -227,11 +230,6 @@ def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts():
     made.save_checkpoint("other.ckpt")
     with pytest.warns(UserWarning, match="holds no state of lightning_lowbit .* The loss scale starts at 1024."):
         fitted(fp16(moving()), ckpt_path="other.ckpt", max_steps=3)
-
-
-def test_lbfgs_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"LBFGS .* compute_dtype='bf16' or 'fp32', or use another"):
-        fitted(fp16(), Overflowing(make=torch.optim.LBFGS))
 
 
 @pytest.mark.parametrize("make", [lambda: moving(hysteresis=2), lambda: GradScaler("cpu", **MOVING)])
@@ -256,31 +254,17 @@ def test_fit_validate_fit_on_one_trainer():
     assert (plugin.step, plugin.skipped_steps.item()) == (4, 1)
 
 
-@each(
-    ("arguments", "message"),
-    [
-        ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'auto'.* leave out scaler=ConservativeGradScaler, or"),
-        ({"compute_dtype": "fp32", "scaler": static()}, r"got 'fp32'.* leave out scaler=StaticGradScaler, or train"),
-        ({"compute_dtype": "fp16", "scaler": 2.0**16}, r"scaler is a torch.amp.GradScaler, or None; got 65536.0"),
-        ({"compute_dtype": "fp16", "scaler": GradScaler}, r"scaler is a torch.amp.GradScaler, or None; got <class"),
-        ({"compute_dtype": "fp16", "scaler": "default"}, r"scaler is a torch.amp.GradScaler, or None; got 'default'"),
-        (
-            {"compute_dtype": "fp16", "scaler": GradScaler("cpu", enabled=False)},
-            r"The scaler GradScaler is disabled, and fp16 needs one.* device='cpu'; or leave out enabled=False",
-        ),
-        (
-            {"compute_dtype": "fp16", "scaler": ConservativeGradScaler(device="cpu", enabled=False)},
-            r"The scaler ConservativeGradScaler is disabled",
-        ),
-    ],
-)
+@each("arguments, message", [
+    ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'auto'.* leave out scaler=ConservativeGradScaler, or"),
+    ({"compute_dtype": "fp32", "scaler": static()}, r"got 'fp32'.* leave out scaler=StaticGradScaler, or train"),
+    ({"compute_dtype": "fp16", "scaler": 2.0**16}, r"scaler is a torch.amp.GradScaler, or None; got 65536.0"),
+    ({"compute_dtype": "fp16", "scaler": GradScaler}, r"scaler is a torch.amp.GradScaler, or None; got <class"),
+    ({"compute_dtype": "fp16", "scaler": "default"}, r"scaler is a torch.amp.GradScaler, or None; got 'default'"),
+    ({"compute_dtype": "fp16", "scaler": GradScaler("cpu", enabled=False)},
+     r"The scaler GradScaler is disabled, and fp16 needs one.* device='cpu'; or leave out enabled=False"),
+    ({"compute_dtype": "fp16", "scaler": ConservativeGradScaler(device="cpu", enabled=False)},
+     r"The scaler ConservativeGradScaler is disabled"),
+])  # fmt: skip
 def test_bad_arguments_say_what_to_do(arguments, message):
     with pytest.raises(ValueError, match=message):
         FP4Precision(**arguments)
-
-
-def test_a_sharded_scaler_needs_ranks():
-    model, needs = Regression(), r"ShardedConservativeGradScaler needs .*SingleDeviceStrategy has none.*asks all ranks"
-    with pytest.raises(MisconfigurationException, match=needs):
-        fitted(fp16(ShardedConservativeGradScaler(device="cpu")), model)
-    assert type(model.head) is torch.nn.Linear, "a refused model has been changed"

@@ -44,29 +44,24 @@ def test_arguments_land_in_the_casts(arguments, casts):
     assert plugin.casts == casts
 
 
-@each(
-    ("arguments", "message"),
-    [
-        ({"scaling": "delayd"}, r"Unknown scaling 'delayd'. Did you mean 'delayed'\? Choose one of: 'delayed', 'cur"),
-        ({"scaling": None}, r"Unknown scaling None. Choose one of"),
-        ({"history": 0}, r"history is a whole number, 1 or more .*; got 0"),
-        ({"algorithm": "mean"}, r"Unknown algorithm of Scale 'mean'.* Choose one of: 'max', 'most_recent'"),
-        ({"power_of_two": "no"}, r"power_of_two is true or false; got 'no'"),
-        ({"margin": -1}, r"margin is a whole number, 0 or more .*; got -1"),
-        ({"gradient_format": "e3m2"}, r"Unknown gradient_format 'e3m2'.* Choose one of: 'e4m3', 'e5m2'"),
-        ({"scaling": "current", "history": 4}, r"history .* take source='delayed', or leave both out"),
-        ({"scaling": "row", "algorithm": "most_recent"}, r"algorithm .* take source='delayed', or leave both out"),
-        ({"scaling": "mx", "margin": 1}, r"margin .*leave out margin"),
-        ({"smooth_swiglu": "chanel"}, r"Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),
-        ({"backend": "cuda"}, r"Unknown backend 'cuda'.* Choose one of: 'auto', 'native', 'emulated'"),
-        (
-            {"backend": "native", "scaling": "mx", "gradient_format": "e5m2"},
-            r"backend='native', but dgrad .* no native GEMM.* Use backend='auto'",
-        ),
-        ({"backend": "native", "gradient_format": "e4m3", "overrides": {"head": "mxfp6"}}, r"head has no native GEMM"),
-        ({"backend": "native", "exact": True}, r"exact emulates GEMMs, and backend='native' does not: choose one"),
-    ],
-)
+@each("arguments, message", [
+    ({"scaling": "delayd"}, r"Unknown scaling 'delayd'. Did you mean 'delayed'\? Choose one of: 'delayed', 'cur"),
+    ({"scaling": None}, r"Unknown scaling None. Choose one of"),
+    ({"history": 0}, r"history is a whole number, 1 or more .*; got 0"),
+    ({"algorithm": "mean"}, r"Unknown algorithm of Scale 'mean'.* Choose one of: 'max', 'most_recent'"),
+    ({"power_of_two": "no"}, r"power_of_two is true or false; got 'no'"),
+    ({"margin": -1}, r"margin is a whole number, 0 or more .*; got -1"),
+    ({"gradient_format": "e3m2"}, r"Unknown gradient_format 'e3m2'.* Choose one of: 'e4m3', 'e5m2'"),
+    ({"scaling": "current", "history": 4}, r"history .* take source='delayed', or leave both out"),
+    ({"scaling": "row", "algorithm": "most_recent"}, r"algorithm .* take source='delayed', or leave both out"),
+    ({"scaling": "mx", "margin": 1}, r"margin .*leave out margin"),
+    ({"smooth_swiglu": "chanel"}, r"Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),
+    ({"backend": "cuda"}, r"Unknown backend 'cuda'.* Choose one of: 'auto', 'native', 'emulated'"),
+    ({"backend": "native", "scaling": "mx", "gradient_format": "e5m2"},
+     r"backend='native', but dgrad .* no native GEMM.* Use backend='auto'"),
+    ({"backend": "native", "gradient_format": "e4m3", "overrides": {"head": "mxfp6"}}, r"head has no native GEMM"),
+    ({"backend": "native", "exact": True}, r"exact emulates GEMMs, and backend='native' does not: choose one"),
+])  # fmt: skip
 def test_bad_arguments_say_what_to_do(arguments, message):
     with pytest.raises(ValueError, match=message):
         FP8Precision(**arguments)

@@ -176,8 +176,6 @@ def test_a_loss_of_another_size_in_training_step_is_told():
 
 
 def test_a_rollback_restores_the_scale_that_its_amaxes_have():
-    """The snapshot is of 12 micro-batches or another loss scale, and training goes on with others."""
-
     class Spike(Net):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)

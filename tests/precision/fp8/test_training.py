@@ -7,6 +7,7 @@ from lightning_lowbit import FP8Precision, LowBitPrecision, QAFSwitch
 from lightning_lowbit.nn import AmaxHistories, fold
 from tests.lightning_imports import BoringModel
 from tests.precision.base.models import GAN
+from tests.precision.fp16.runs import assert_same
 from tests.precision.regression_model import (
     DOWN,
     LAYERS,
@@ -78,8 +79,6 @@ def test_the_most_recent_step_alone_is_scaled_by():
 
 
 def test_without_a_history_each_step_scales_by_itself():
-    """One step of delayed scaling is one of current scaling; two are not, or the histories are not used."""
-
     def weights(scaling, steps):
         return flat(fitted(FP8Precision(scaling), max_steps=steps).lightning_module)
 
@@ -118,7 +117,6 @@ def test_manual_optimization(steps):
 
 
 def test_manual_optimization_with_two_optimizers():
-    """Each step of each optimizer is a step of the histories, also the second one of a batch."""
     witness, plugin = Witness(), delayed(smooth_swiglu=None)
     fitted(plugin, GAN(), callbacks=[witness], max_steps=6, limit_train_batches=3)
     assert len(witness.steps) == plugin.step == 6
@@ -144,11 +142,9 @@ def test_what_callbacks_compute_has_no_part_in_training(hook, smooth):
     def train(*callbacks):
         plugin = FP8Precision(history=4, smooth_swiglu=smooth)
         run = fitted(plugin, accumulate_grad_batches=2, limit_train_batches=4, callbacks=[*callbacks])
-        return {"weights": flat(run.lightning_module), **state(plugin)["amax_history"], **state(plugin)["channel_amax"]}
+        return {"weights": flat(run.lightning_module), "state": state(plugin)}
 
-    alone, sampled = train(), train(On(**{hook: evaluate}))
-    for key, expected in alone.items():
-        assert torch.equal(sampled[key], expected), f"a pass in {hook} has changed {key}"
+    assert_same(train(On(**{hook: evaluate})), train(), f"after a pass in {hook}, it")
 
 
 def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
@@ -158,10 +154,7 @@ def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
     for evaluate in (run.validate, run.test):
         evaluate(model, verbose=False)
     run.predict(model)
-    after = state(plugin)
-    for kind in ("amax_history", "channel_amax"):
-        for key, amaxes in before[kind].items():
-            assert torch.equal(after[kind][key], amaxes), f"evaluation has entered {kind} of {key}"
+    assert_same(state(plugin), before, "evaluation has entered it: state")
     *_, histories, _ = model.val_losses
     trainer(FP8Precision(history=4, smooth_swiglu="channel"), limit_test_batches=2).test(model, verbose=False)
     *_, none, _ = model.val_losses

@@ -7,6 +7,7 @@ import torch
 
 from tests.launch import launch
 from tests.pairwise import selected
+from tests.precision.fp16.runs import assert_same
 from tests.precision.ranks_ddp import ACCUMULATE, COUNTED, HISTORY, RANKS, SMOOTHINGS, STEPS
 from tests.precision.regression_model import DOWN, LAYERS, Witness, assert_histories
 
@@ -16,14 +17,6 @@ def results(request, tmp_path_factory):
     return launch("tests.precision.ranks_ddp", RANKS, tmp_path_factory.mktemp("ddp"), *selected(request, "counted"))
 
 
-def assert_equal_states(a, b):
-    assert a.keys() == b.keys()
-    for kind in ("amax_history", "channel_amax"):
-        assert a[kind].keys() == b[kind].keys()
-        for key in a[kind]:
-            assert torch.equal(a[kind][key], b[kind][key]), f"{kind} of {key} differs: {a[kind][key]}, {b[kind][key]}"
-
-
 @pytest.mark.parametrize("smooth", SMOOTHINGS)
 def test_both_ranks_have_the_histories_of_what_both_saw(results, smooth):
     ranks = [result["histories"][str(smooth)] for result in results]
@@ -31,7 +24,7 @@ def test_both_ranks_have_the_histories_of_what_both_saw(results, smooth):
         assert len(rank["steps"]) == STEPS
         assert rank["validated"] > 0, "there was no validation"
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), "the ranks have trained different weights"
-    assert_equal_states(ranks[0]["state"], ranks[1]["state"])
+    assert_same(ranks[1]["state"], ranks[0]["state"], "rank 1")
     first, second = (rank["steps"] for rank in ranks)
     larger = {a[key] > b[key] for a, b in zip(first, second, strict=True) for key in ("head/fprop_x", "head/dgrad_g")}
     assert larger == {True, False}, "one rank has the largest of everything: nothing shows that both count"

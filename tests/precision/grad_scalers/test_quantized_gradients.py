@@ -63,7 +63,6 @@ def test_a_power_of_two_does_not_change_gradients(name):
 
 @pytest.mark.parametrize("name", [name for name in CASTS if LinearCasts.preset(name).is_delayed])
 def test_delayed_scales_follow_the_loss_scale(name):
-    """What is remembered of gradients is multiplied with what the loss is, once the scale has moved."""
     layers = Quantized(name)
 
     def second_step(factor):

@@ -4,7 +4,6 @@ import copy
 import importlib
 import pickle
 import sys
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,7 +12,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_lowbit
 from lightning_lowbit import (
@@ -25,6 +23,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.precision import grad_scalers
 from lightning_lowbit.precision.grad_scalers import overflow, share_overflow
+from tests.operations import Operations
 from tests.optim.parameters import NoHostSync
 from tests.precision.grad_scalers.scalers import INF, drive, make, steps
 from tests.tables import each
@@ -117,21 +116,8 @@ def test_an_empty_state_raises_as_torch_does():
             make(cls).load_state_dict({})
 
 
-class HostReads(TorchDispatchMode):
-    """Counts what would let the host wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in NoHostSync.FORBIDDEN:
-            self.count[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def host_reads(scaler, make_optimizer, overflowed):
+    """How often the host would wait for a device, by part of a step."""
     parameters = [Parameter(torch.ones(3)), Parameter(torch.ones(2, 2)), Parameter(torch.ones(1))]
     optimizer = make_optimizer(parameters)
     reads = {}
@@ -145,9 +131,9 @@ def host_reads(scaler, make_optimizer, overflowed):
             "update": scaler.update,
         }
         for name, part in parts.items():
-            with HostReads() as mode:
+            with Operations() as seen:
                 part()
-            reads[name] = mode.count.total()
+            reads[name] = sum(seen.counts[operation] for operation in NoHostSync.FORBIDDEN)
     return reads
 
 

@@ -31,27 +31,21 @@ GAMMA = Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)
 TERNARY = Cast("ternary", GAMMA)
 
 
-@each(
-    ("kind", "arguments", "casts"),
-    [
-        (TernaryPrecision, {}, qat(TOKENS, TERNARY)),
-        (TernaryPrecision, {"activation_bits": 4}, qat(TOKENS.replace(element="int4"), TERNARY)),
-        (TernaryPrecision, {"activation_bits": None}, qat(None, TERNARY)),
-        (TernaryPrecision, {"scale_factor": 1.1547}, qat(TOKENS, TERNARY.replace(scale={"factor": 1.1547}))),
-        (IntegerPrecision, {}, qat(integer(8), integer(8))),
-        (IntegerPrecision, {"weight_bits": 4, "activation_bits": 2}, qat(integer(2), integer(4))),
-        (IntegerPrecision, {"weight_bits": None}, qat(integer(8), None)),
-        (IntegerPrecision, {"group": "tensor"}, qat(integer(8, "tensor"), integer(8, "tensor"))),
-        (IntegerPrecision, {"activation_group": "row"}, qat(integer(8, "row"), integer(8))),
-        (IntegerPrecision, {"group": 32, "activation_group": 64}, qat(integer(8, 64), integer(8, 32))),
-        (IntegerPrecision, {"scale_format": "bf16"}, qat(integer(8), integer(8).replace(scale={"format": "bf16"}))),
-        (
-            IntegerPrecision,
-            {"weight_bits": 3, "activation_bits": None, "group": "row", "symmetric": False},
-            qat(None, integer(3, "row", "minmax")),
-        ),
-    ],
-)
+@each("kind, arguments, casts", [
+    (TernaryPrecision, {}, qat(TOKENS, TERNARY)),
+    (TernaryPrecision, {"activation_bits": 4}, qat(TOKENS.replace(element="int4"), TERNARY)),
+    (TernaryPrecision, {"activation_bits": None}, qat(None, TERNARY)),
+    (TernaryPrecision, {"scale_factor": 1.1547}, qat(TOKENS, TERNARY.replace(scale={"factor": 1.1547}))),
+    (IntegerPrecision, {}, qat(integer(8), integer(8))),
+    (IntegerPrecision, {"weight_bits": 4, "activation_bits": 2}, qat(integer(2), integer(4))),
+    (IntegerPrecision, {"weight_bits": None}, qat(integer(8), None)),
+    (IntegerPrecision, {"group": "tensor"}, qat(integer(8, "tensor"), integer(8, "tensor"))),
+    (IntegerPrecision, {"activation_group": "row"}, qat(integer(8, "row"), integer(8))),
+    (IntegerPrecision, {"group": 32, "activation_group": 64}, qat(integer(8, 64), integer(8, 32))),
+    (IntegerPrecision, {"scale_format": "bf16"}, qat(integer(8), integer(8).replace(scale={"format": "bf16"}))),
+    (IntegerPrecision, {"weight_bits": 3, "activation_bits": None, "group": "row", "symmetric": False},
+     qat(None, integer(3, "row", "minmax"))),
+])  # fmt: skip
 def test_arguments_land_in_the_casts(kind, arguments, casts):
     assert kind(**arguments).casts == casts
 
@@ -98,7 +92,6 @@ def test_bad_arguments_say_what_to_do(kind, arguments, message):
 
 
 def test_default_groups_train_models_of_any_width():
-    """Rows of 1, 16 and 24 elements, a transposed weight, and zero points."""
     for arguments in ({}, {"symmetric": False}, {"group": 24, "activation_group": 25}):
         model = Regression()
         model.narrow = nn.Linear(1, 16)

@@ -38,18 +38,10 @@ FAST_STRATEGIES = (
     "FSDP1, HYBRID_SHARD",
     "FSDP2 and tensor parallel",
 )
-FAST_PRECISIONS = ("NVFP4", "NVFP4, tiles, rotated, codes", "FP8, delayed scaling")
-
-
-def fast(case):
-    """These with NVFP4, and FSDP2 with others; tests/nn/sharded has every cast under tensor parallelism."""
-    name, precision, optimizer = case
-    precisions = FAST_PRECISIONS if name == "FSDP2" else ("NVFP4",)
-    return optimizer == "StableSPAM" and name in FAST_STRATEGIES and precision in precisions
-
-
-TWO, FOUR = ([", ".join(case) for case in cases(of)] for of in (STRATEGIES, ON_FOUR))
-FAST = [", ".join(case) for case in (*cases(STRATEGIES), *cases(ON_FOUR)) if fast(case)]
+# These with NVFP4, and FSDP2 with others; tests/nn/sharded has every cast under tensor parallelism.
+FAST = {f"{name}, NVFP4, StableSPAM" for name in FAST_STRATEGIES}
+FAST |= {f"FSDP2, {precision}, StableSPAM" for precision in ("NVFP4, tiles, rotated, codes", "FP8, delayed scaling")}
+TWO, FOUR = ({", ".join(case): case for case in cases(of)} for of in (STRATEGIES, ON_FOUR))
 
 # Which ranks see other data; all others see those of one before.
 DATA_RANKS = {name: [0] for name in STRATEGIES if name.startswith("tensor parallel")}
@@ -83,21 +75,20 @@ def compare(ranks, name, of_ranks, expected):
         assert torch.equal(of_rank["losses"], of_ranks[before]["losses"]), f"rank {rank} saw the data of rank {before}"
 
 
-@pytest.mark.fast(*(run for run in TWO if run in FAST))
+@pytest.mark.fast(*(FAST & TWO.keys()))
 @pytest.mark.parametrize("run", TWO)
 def test_two_processes(two, expected, run):
     check(two, expected, run)
 
 
-@pytest.mark.fast(*(run for run in FOUR if run in FAST))
+@pytest.mark.fast(*(FAST & FOUR.keys()))
 @pytest.mark.parametrize("run", FOUR)
 def test_four_processes(four, expected, run):
     check(four, expected, run)
 
 
 def check(ranks, expected, run):
-    (case,) = [case for case in (*cases(STRATEGIES), *cases(ON_FOUR)) if ", ".join(case) == run]
-    name, precision, optimizer = case
+    name, precision, optimizer = (TWO | FOUR)[run]
     key = precision, optimizer, len(DATA_RANKS.get(name, ranks))
     if key not in expected:
         expected[key] = alone(*key)

@@ -2,24 +2,20 @@
 
 from pathlib import Path
 
-from lightning.pytorch.callbacks import Callback
-
+from tests.precision.regression_model import On
 from tests.recipes.data import runs, streams
 
 RANKS, EPOCHS, STEPS, SAVED = 2, 2, 12, 5
 BOTH = {"devices": RANKS, "strategy": "ddp", "limit_val_batches": 0}
 
 
-class SaveOnce(Callback):
-    """Saves after one step, on all ranks together."""
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == SAVED:
-            trainer.save_checkpoint("saved.ckpt")
-
-
 def text(**trainer):
     return runs.fit(Path("text"), max_epochs=EPOCHS, **BOTH, **trainer).seen
+
+
+def save_once(trainer, *_):
+    if trainer.global_step == SAVED:
+        trainer.save_checkpoint("saved.ckpt")
 
 
 def stream(ckpt_path=None, **trainer):
@@ -30,6 +26,6 @@ def work():
     return {
         "text": text(),
         "text, without a sampler": text(use_distributed_sampler=False),
-        "stream": stream(callbacks=[SaveOnce()]),
+        "stream": stream(callbacks=[On(on_train_batch_end=save_once)]),
         "stream, resumed": stream(Path("saved.ckpt")),
     }

@@ -48,7 +48,6 @@ def test_monitors_see_the_spike_wherever_they_are_listed():
 
 
 def test_each_of_several_optimizers_has_its_steps():
-    """Manual optimization: the one has the first two parameters, the other the last."""
     optimizers = (lambda module: sgd([module.weights[0], module.weights[1]]), lambda module: sgd([module.weights[2]]))
     spikes = GradientSpikes(0.5, seed=0)
     module = fit(spikes, Slope(optimizers), steps=40)

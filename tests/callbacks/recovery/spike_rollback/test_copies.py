@@ -71,7 +71,6 @@ RHYTHM = "EMA, sparse"
     ("EMA", "spike", False, lambda: FP8Precision("delayed", compute_dtype="fp32")),
 ])  # fmt: skip
 def test_averages_go_back(average, kind, first, plugin):
-    """The run ends with the average of the run without these batches, whichever callback comes first."""
     callback = rollback()
     callbacks = [callback, AVERAGES[average]()] if first else [AVERAGES[average](), callback]
     model = rolled_back(*callbacks, model=scripted(kind=kind), plugin=plugin(), says=RESTORED)
@@ -106,8 +105,6 @@ def test_other_averages_are_refused_or_named():
 
 @each("hold", [lambda teacher: teacher, lambda teacher: [teacher], lambda teacher: {"teacher": teacher}])
 def test_a_teacher_of_the_module_goes_back(hold):
-    """A teacher that follows the model, as a submodule and in plain attributes."""
-
     class Taught(Scripted):
         def __init__(self, *args):
             super().__init__(*args)

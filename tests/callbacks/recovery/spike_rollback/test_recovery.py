@@ -15,21 +15,15 @@ from tests.callbacks.recovery.spike_rollback.runs import (
     steps,
     trainer,
 )
-from tests.lightning_imports import Callback
+from tests.precision.regression_model import On
 from tests.tables import each
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
 
-class Saves(Callback):
-    """A checkpoint after a number of steps."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def on_train_batch_end(self, run, *_):
-        if run.global_step == self.at:
-            run.save_checkpoint("saved.ckpt")
+def saves(at):
+    """A callback that saves a checkpoint after so many steps."""
+    return On(on_train_batch_end=lambda run, *_: run.global_step == at and run.save_checkpoint("saved.ckpt"))
 
 
 def resumed(*callbacks, bad=None, **kwargs):
@@ -62,34 +56,25 @@ def test_a_switch_that_acts_meanwhile_has_the_last_word(to, at, goes_on):
         return [rollback(phase="bf16", recovery_steps=4), *switch]
 
     whole = ["fqt"] * 13 + ["bf16"] * 2 + [to] * 5
-    assert rolled_back(*callbacks(), Saves(at), plugin=FP8Precision()).phases == whole
+    assert rolled_back(*callbacks(), saves(at), plugin=FP8Precision()).phases == whole
     assert resumed(*callbacks(goes_on), plugin=FP8Precision()).phases == whole[at:], "it forgot the switch"
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first):
-    """Whatever the order of the callbacks."""
-
     def callbacks():
         both = [rollback(phase="bf16", recovery_steps=4), PrecisionSwitch("qaf", step=3, steps=13)]
         return both if first else both[::-1]
 
-    class Blends(Callback):
-        def __init__(self):
-            self.seen = []
-
-        def on_train_batch_end(self, run, *_):
-            self.seen.append(float(run.precision_plugin.blend))
-
-    blends, again = Blends(), Blends()
+    blends = []
+    note = On(on_train_batch_end=lambda run, *_: blends.append(float(run.precision_plugin.blend)))
     whole = ["fqt"] * 3 + ["qaf"] * 10 + ["bf16"] * 4 + ["qaf"] * 3
-    assert rolled_back(*callbacks(), Saves(14), blends, plugin=FP8Precision()).phases == whole
-    assert resumed(*callbacks(), again, plugin=FP8Precision()).phases == whole[14:]
-    assert again.seen == blends.seen[14:], "λ did not go on"
+    assert rolled_back(*callbacks(), saves(14), note, plugin=FP8Precision()).phases == whole
+    assert resumed(*callbacks(), note, plugin=FP8Precision()).phases == whole[14:]
+    assert len(blends) == 26 and blends[20:] == blends[14:20], "λ did not go on"
 
 
 def test_a_longer_run_goes_on_with_the_recovery():
-    """Saved at the end, in the phase of before."""
     settings = {"phase": "bf16", "recovery_steps": 6}
     run = trainer(rollback(**settings), plugin=FP8Precision(), max_steps=16)
     with pytest.warns(UserWarning, match="SpikeRollback"):
@@ -116,7 +101,7 @@ def test_learning_rates_are_its_own_after_a_step_that_broke_off():
 @pytest.mark.parametrize("at", [13, 15, 16, 18])
 def test_a_recovery_goes_on_in_a_resumed_run(at):
     callback, again = (rollback(phase="bf16", lr_factor=0.5, recovery_steps=4) for _ in range(2))
-    whole = rolled_back(callback, Saves(at), plugin=FP8Precision())
+    whole = rolled_back(callback, saves(at), plugin=FP8Precision())
     if at == 13:  # saved before the loss of step 11 was read
         with pytest.raises(RuntimeError, match="saved after it, at step 13: resume from an earlier one"):
             resumed(again, plugin=FP8Precision())
@@ -130,7 +115,7 @@ def test_a_recovery_goes_on_in_a_resumed_run(at):
 
 
 def test_a_resumed_run_goes_back_to_where_it_was_resumed():
-    fit(Scripted(range(20)), rollback(), Saves(9))
+    fit(Scripted(range(20)), rollback(), saves(9))
     with pytest.warns(UserWarning, match="The loss of step 11 .* weights of step 9"):
         model = resumed(rollback(every_n_steps=50), bad={BAD: "spike"})
     assert_undone(model, [*range(9), *range(13, 20)])

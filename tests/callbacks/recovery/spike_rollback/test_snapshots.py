@@ -22,7 +22,8 @@ from tests.callbacks.recovery.spike_rollback.runs import (
     steps,
     trainer,
 )
-from tests.lightning_imports import Callback, MixedPrecision
+from tests.lightning_imports import MixedPrecision
+from tests.precision.regression_model import On
 from tests.tables import each
 
 
@@ -45,19 +46,14 @@ def test_without_a_spike_nothing_changes(optimizer):
 
 
 def test_objects_stay():
-    """Parameters and tensors of states are filled, not replaced."""
+    addresses = []
 
-    class Addresses(Callback):
-        def __init__(self):
-            self.seen = []
+    def note(run, module, *_):
+        state = [value for kept in module.made.state.values() for value in kept.values()]
+        addresses.append([value.data_ptr() for value in (*module.parameters(), *state)])
 
-        def on_train_batch_end(self, run, module, *_):
-            state = [value for kept in module.made.state.values() for value in kept.values()]
-            self.seen.append([value.data_ptr() for value in (*module.parameters(), *state)])
-
-    addresses = Addresses()
-    rolled_back(rollback(), addresses, model=Scripted(range(20), {BAD: "spike"}, "AdamW"))
-    assert all(a == b for a, b in pairwise(addresses.seen)), "a tensor was replaced"
+    rolled_back(rollback(), On(on_train_batch_end=note), model=Scripted(range(20), {BAD: "spike"}, "AdamW"))
+    assert len(addresses) == 20 and all(a == b for a, b in pairwise(addresses)), "a tensor was replaced"
 
 
 @each("optimizer, settings, bad, rollbacks, kept", [
@@ -113,14 +109,13 @@ def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin):
 
 
 def test_what_an_optimizer_keeps_in_its_groups_goes_back_and_what_is_scheduled_stays():
-    class Counts(Callback):
-        def on_train_batch_end(self, run, module, *_):
-            group = module.made.param_groups[0]
-            group["k"] = group.get("k", 0) + 1
-            if run.global_step == 10:  # after the snapshot
-                group["weight_decay"] = 0.5
+    def count(run, module, *_):
+        group = module.made.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        if run.global_step == 10:  # after the snapshot
+            group["weight_decay"] = 0.5
 
-    (group,) = rolled_back(rollback(), Counts()).made.param_groups
+    (group,) = rolled_back(rollback(), On(on_train_batch_end=count)).made.param_groups
     assert group["k"] == 15, "20 steps, of which five were undone"
     assert group["weight_decay"] == 0.5
 
@@ -154,8 +149,6 @@ def test_a_layer_that_joins_goes_back_too(joins):
 
 
 def test_a_buffer_of_another_shape_is_named_and_left():
-    """A cache has grown since the snapshot, and another has joined."""
-
     class Cached(Scripted):
         def __init__(self, *args):
             super().__init__(*args)

@@ -1,16 +1,15 @@
-"""Gradual switches after a resume, in logs and in compiled code."""
+"""Gradual switches after a resume, and in logs."""
 
 from copy import deepcopy
 from math import inf
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit import PrecisionSwitch, QAFSwitch
 from tests.callbacks.switches.runs import RESUMES, Validated, fit
 from tests.curves import csv_curves
-from tests.lightning_imports import BoringModel, CSVLogger
+from tests.lightning_imports import CSVLogger
 from tests.precision.regression_model import Regression, state, two_casts
 
 pytestmark = RESUMES
@@ -34,7 +33,6 @@ def assert_resumes(switches, at, keep, **kwargs):
 
 
 def test_a_resumed_run_goes_on_with_the_switch():
-    """Before its begin, at it, in the middle, before its end, at it and after it."""
     switches = [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
     assert_resumes(switches, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
 
@@ -85,28 +83,6 @@ def test_a_sudden_switch_ends_the_log_of_another_and_has_none_of_its_own():
     assert logged(QAFSwitch(step=2), log_every_n_steps=1) == {}
 
 
-@pytest.mark.slow
-def test_no_recompilation_while_lambda_changes():
-    from torch._dynamo.utils import counters
-
-    class Compiled(BoringModel):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2))
-            self.compiled = None
-
-        def forward(self, x):
-            self.compiled = self.compiled or torch.compile(self.layer, backend="eager")
-            return self.compiled(x)
-
-    counters.clear()
-    torch._dynamo.reset()
-    found = fit(PrecisionSwitch("fqt", step=1, steps=5), model=Compiled(), plugin=FP4Precision(quantize_output=True))
-    assert found.blends == pytest.approx([1, 0, 0.2, 0.4, 0.6, 0.8, 1, 1])
-    assert counters["stats"]["unique_graphs"] == 2, "one graph for all λ below 1, and one for all the way"
-    assert not counters["graph_break"], dict(counters["graph_break"])
-
-
 def test_a_run_that_ends_in_the_middle_says_so_and_so_does_one_that_resumes_there_without_its_switch():
     with pytest.warns(UserWarning, match=r"Training ended at λ = 0.4: .* Shorten the gradual switch, or train for lon"):
         fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7, keep="trained")
@@ -118,7 +94,6 @@ def test_a_run_that_ends_in_the_middle_says_so_and_so_does_one_that_resumes_ther
 
 @pytest.mark.parametrize("plateau", [None, {"patience": 1}])
 def test_a_switch_may_be_given_twice(plateau):
-    """By a recipe, and by an overlay on top of it."""
     when = {"at": 0.0} if plateau is None else {"plateau": plateau}
     runs = []
     for times in (1, 2):

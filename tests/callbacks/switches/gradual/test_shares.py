@@ -7,8 +7,7 @@ from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.precision import SCHEDULES
 from lightning_lowbit.precision.layers import RunLayers
 from tests.callbacks.switches.runs import RESUMES, fit
-from tests.lightning_imports import Callback
-from tests.precision.regression_model import Regression, two_casts
+from tests.precision.regression_model import On, Regression, two_casts
 from tests.tables import each
 
 pytestmark = RESUMES
@@ -22,7 +21,6 @@ def test_rises_step_by_step(when, accumulate):
 
 
 def test_lambda_is_set_once_a_step(monkeypatch):
-    """Not for each micro-batch: this goes over all layers."""
     values, original = [], RunLayers.set_blend
     monkeypatch.setattr(RunLayers, "set_blend", lambda self, value: (values.append(value), original(self, value)))
     fit(PrecisionSwitch("fqt", step=2, steps=4), accumulate_grad_batches=3)
@@ -99,16 +97,13 @@ def test_of_two_at_one_step_the_last_in_the_list_holds():
 
 
 def test_changes_by_hand():
-    """The phase stays; λ stays once the switch has ended."""
+    def by_hand(trainer, *_):
+        if trainer.global_step == 2:
+            trainer.precision_plugin.set_phase("qaf")
+        if trainer.global_step in (2, 6):
+            trainer.precision_plugin.set_blend(0.875)
 
-    class ByHand(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 2:
-                trainer.precision_plugin.set_phase("qaf")
-            if trainer.global_step in (2, 6):
-                trainer.precision_plugin.set_blend(0.875)
-
-    seen = fit(PrecisionSwitch("fqt", step=0, steps=4), ByHand())
+    seen = fit(PrecisionSwitch("fqt", step=0, steps=4), On(on_train_batch_start=by_hand))
     assert seen.phases == ["fqt"] * 2 + ["qaf"] * 6
     assert seen.blends == [0, 0.25, 0.875, 0.75, 1, 1, 0.875, 0.875]
 

@@ -7,8 +7,9 @@ from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, Precis
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from tests.callbacks.switches.runs import RESUMES, Scheduled, Witness, fit_fp4
-from tests.lightning_imports import Callback, MisconfigurationException
-from tests.precision.regression_model import DOWN, LAYERS, Regression, flat, state, trainer
+from tests.lightning_imports import MisconfigurationException
+from tests.precision.fp16.runs import assert_same
+from tests.precision.regression_model import DOWN, LAYERS, On, Regression, flat, state, trainer
 from tests.tables import each
 
 pytestmark = RESUMES
@@ -30,7 +31,6 @@ def test_layers_that_match_get_other_casts_and_others_keep_theirs():
 
 
 def test_phases_and_mappings_compose():
-    """Each at its time, and in the order of time, whatever their order in the list."""
     seen = fit_fp4(
         PrecisionSwitch({"head": "fqt"}, step=5),
         PrecisionSwitch({"head": "mxfp4", "first": "bf16"}, step=1),
@@ -80,9 +80,7 @@ def test_resumes_with_the_casts_and_their_histories(accumulate):
         assert resumed.casts == seen.casts[step:], f"resumed after step {step}: other casts"
         assert torch.equal(resumed.weights, seen.weights), f"resumed after step {step}: other weights"
         for kind in ("amax_history", "channel_amax"):
-            assert resumed_state[kind].keys() == whole[kind].keys()
-            for name, tensor in whole[kind].items():
-                assert torch.equal(resumed_state[kind][name], tensor), f"resumed after step {step}: {name}"
+            assert_same(resumed_state[kind], whole[kind], f"resumed after step {step}: {kind}")
 
 
 def test_amaxes_of_other_layers_go_on():
@@ -136,7 +134,6 @@ def test_the_same_trainer_goes_on():
 
 
 def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path):
-    """From before the switch, when it had no state to save."""
     model, seen = Scheduled(), Witness(keep="trained")
     switch = PrecisionSwitch({"head": "bf16"}, step=3, rewarm=2)
     made = trainer(FP4Precision(quantize_output=True), callbacks=[switch, seen], max_steps=6, limit_train_batches=64)
@@ -151,7 +148,6 @@ def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path):
-    """They are said, and other casts may be set all the same."""
     fit_fp4(PrecisionSwitch({"head": "bf16"}, step=1), keep="trained")
     plugin = FP4Precision(skip=["head"])
     with pytest.warns(UserWarning, match="layers that this run does not convert: head; they stay in high precision"):
@@ -163,13 +159,16 @@ def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path):
 def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
     """Unless a switch is no longer there that has acted since."""
 
-    class ByHand(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 2:
-                trainer.precision_plugin.set_phase("hp-forward")
+    def by_hand(trainer, *_):
+        if trainer.global_step == 2:
+            trainer.precision_plugin.set_phase("hp-forward")
 
     switch = QAFSwitch(step=1, rewarm=2)
-    assert fit_fp4(switch, ByHand(), keep="trained").phases == ["fqt", "qaf", *["hp-forward"] * 4]
+    assert fit_fp4(switch, On(on_train_batch_start=by_hand), keep="trained").phases == [
+        "fqt",
+        "qaf",
+        *["hp-forward"] * 4,
+    ]
     assert fit_fp4(switch, ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
     last = PrecisionSwitch("bf16", step=2)
     assert fit_fp4(switch, last, keep="trained").phases == ["fqt", "qaf", *["bf16"] * 4]
@@ -178,12 +177,9 @@ def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
 
 
 def test_a_switch_that_is_due_later_in_a_longer_run_says_so_and_acts_again():
-    class Back(Callback):
-        def on_train_start(self, trainer, *_):
-            trainer.precision_plugin.set_phase("fqt")
-
+    to_fqt = On(on_train_start=lambda trainer, _: trainer.precision_plugin.set_phase("fqt"))
     fit_fp4(QAFSwitch(at=0.5), max_steps=4, keep="trained")
-    for back, phases in (([Back()], ["fqt"] * 2 + ["qaf"] * 6), ([], ["qaf"] * 8)):
+    for back, phases in (([to_fqt], ["fqt"] * 2 + ["qaf"] * 6), ([], ["qaf"] * 8)):
         with pytest.warns(UserWarning, match="in phase 'qaf' already.*due at step 6"):
             assert fit_fp4(QAFSwitch(at=0.5), *back, max_steps=12, ckpt_path="4.ckpt").phases == phases
 
@@ -215,7 +211,6 @@ def test_a_rollback_from_after_a_switch_to_before_it():
     ],
 )
 def test_casts_that_cannot_be(plugin, to, message):
-    """At the start of training, and before anything is changed."""
     seen = Witness()
     with pytest.raises(MisconfigurationException, match=message):
         fit_fp4(PrecisionSwitch(to, step=2), seen, plugin=LowBitPrecision("bf16", skip=["head"], **plugin))

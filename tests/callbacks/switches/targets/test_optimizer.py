@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, PrecisionSwitch, QAFSwitch, StableSPAM
 from lightning_lowbit.callbacks.learning_rates import LowerRates
 from tests.callbacks.switches.runs import RESUMES, Scheduled, fit_fp4
-from tests.lightning_imports import Callback
-from tests.precision.regression_model import Regression, trainer
+from tests.precision.regression_model import On, Regression, trainer
 from tests.tables import each
 
 pytestmark = RESUMES
@@ -87,14 +86,14 @@ def test_moments_start_anew_and_guards_go_on(name):
     """After a step that follows the reset, moments are those of its gradients alone."""
     states = []
 
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            (optimizer,) = trainer.optimizers
-            weight = trainer.lightning_module.first.weight
-            kept = {key: v.clone() for key, v in optimizer.state[weight].items() if isinstance(v, Tensor)}
-            states.append({**kept, "g": weight.grad.clone()})
+    def look(trainer, pl_module, *_):
+        (optimizer,), weight = trainer.optimizers, pl_module.first.weight
+        kept = {key: v.clone() for key, v in optimizer.state[weight].items() if isinstance(v, Tensor)}
+        states.append({**kept, "g": weight.grad.clone()})
 
-    fit_fp4(QAFSwitch(step=3, moments="reset"), Look(), model=Scheduled(OPTIMIZERS[name]), max_steps=5)
+    fit_fp4(
+        QAFSwitch(step=3, moments="reset"), On(on_train_batch_end=look), model=Scheduled(OPTIMIZERS[name]), max_steps=5
+    )
     before, after = states[2], states[3]
     if name == "sgd":
         assert torch.equal(after["momentum_buffer"], after["g"])

@@ -1,15 +1,18 @@
-"""Arguments that callbacks refuse, with what was needed and what came."""
+"""Arguments of callbacks: those that are refused, with what was needed and what came, and those of a YAML."""
 
 import math
 
 import pytest
+import yaml
 
 from lightning_lowbit import (
+    Below,
     GradientNoiseMonitor,
     GradientNormMonitor,
     LossScaleMonitor,
     OsciReset,
     OutlierMonitor,
+    Plateau,
     PrecisionSummary,
     PrecisionSwitch,
     QAFSwitch,
@@ -20,6 +23,7 @@ from lightning_lowbit import (
     WeightDecaySwitch,
 )
 from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
+from tests.lightning_imports import from_yaml
 from tests.tables import each
 
 # Of each callback what it is given besides, and by argument what it says.
@@ -146,3 +150,36 @@ REFUSED = [
 def test_bad_arguments(make, others, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**{**others, **arguments})
+
+
+COUNT = "lightning_lowbit.callbacks.switches.step_triggers.count_tokens"
+IN_YAML = [
+    ("GradientNormMonitor",
+     {"layers": ["layer"], "every_n_steps": 1, "spike_factor": 3.0, "decay": 0.9, "limit": "20x"}),
+    ("GradientNoiseMonitor",
+     {"every_n_steps": 10, "kind": "layers", "average": 2, "threshold": 2.5, "layers": ["layer"]}),
+    ("OutlierMonitor", {"layers": ["mlp"], "swiglu": False, "k": 5.0, "alignment_limit": None, "takeoff": 3.0}),
+    ("QuantizationMonitor", {"only": [r"layer\.2"], "underflow_limit": 0.25, "operands": True, "weights": False}),
+    ("SpikeRollback", {"threshold": 4, "phase": "bf16", "lr_factor": 0.5, "device": "cpu"}),
+    ("PrecisionSwitch", {"to": "bf16", "step": 0}),
+    ("PrecisionSwitch",
+     {"to": "fqt", "plateau": {"monitor": "loss"}, "over": 0.1, "steps": None, "schedule": "cosine"}),
+    ("PrecisionSwitch", {"to": "bf16", "below": {"threshold": 1.5, "measurements": 5}, "rewarm": 10}),
+    ("PrecisionSwitch", {"to": "fqt", "tokens": 1000000, "count": COUNT}),
+    ("PrecisionSwitch",
+     {"to": {"lm_head": "bf16", r"layers\.0": {"preset": "nvfp4", "every": {"rounding": "nearest"}}}, "step": 7}),
+    ("QAFSwitch", {"below": {}}),
+    ("QAFSwitch", {"plateau": {"patience": 3}, "moments": "reset"}),
+]  # fmt: skip
+FIELDS = {"below": Below, "plateau": Plateau}
+
+
+def test_arguments_arrive():
+    callbacks = [{"class_path": f"lightning_lowbit.{name}", "init_args": arguments} for name, arguments in IN_YAML]
+    run = from_yaml(yaml.safe_dump({"accelerator": "cpu", "callbacks": callbacks}))
+    arrived = [callback for callback in run.callbacks if type(callback).__name__ in dict(IN_YAML)]
+    for callback, (name, arguments) in zip(arrived, IN_YAML, strict=True):
+        wanted = {key: FIELDS[key](**value) if key in FIELDS else value for key, value in arguments.items()}
+        wanted |= {"count": count_tokens} if "count" in arguments else {}
+        assert type(callback).__name__ == name
+        assert {key: getattr(callback, key) for key in arguments} == wanted
