@@ -188,7 +188,7 @@ class ClippedAdam(ClippedOptimizer):
 
     def _entries(self, parameter: Tensor, group: Mapping[str, Any]) -> Entries:
         shape = local(parameter).shape
-        moments = self._moments(parameter, shape, group).entries(shape, statistics_dtype(parameter))
+        moments = self._moments(parameter, parameter.shape, group).entries(shape, statistics_dtype(parameter))
         masters: Entries = {"master": (shape, torch.float16), "master_scale": ((), torch.float32)}
         return super()._entries(parameter, group) | moments | (masters if group["master_weights"] is not None else {})
 

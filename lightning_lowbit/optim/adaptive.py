@@ -91,7 +91,7 @@ class Adaptive(ClippedOptimizer):
                 )
             wrapped = base(optimizer)
         if not isinstance(wrapped, torch.optim.Optimizer) or isinstance(wrapped, ClippedOptimizer):
-            advice = " StableSPAM has element_clip and norm_clip itself." if isinstance(wrapped, ClippedAdam) else ""
+            advice = " StableSPAM and Muon have these rules themselves." if isinstance(wrapped, ClippedAdam) else ""
             raise ValueError(
                 "Adaptive wraps a torch.optim.Optimizer whose gradients nothing else guards, such as "
                 f"torch.optim.AdamW(parameters), or takes parameters and base=torch.optim.AdamW; got "

@@ -1,6 +1,6 @@
 """An optimizer with checked options that loads only states with which it can go on."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -14,6 +14,10 @@ from lightning_lowbit.kernels.memory import described
 from lightning_lowbit.optim.moments import STATISTICS, Entries, misfit, statistics_dtype
 from lightning_lowbit.optim.passes import SCALARS, scalar_dtype
 from lightning_lowbit.optim.rules import OPTIONS, check_options
+from lightning_lowbit.patterns import clean_name
+
+# Options by which groups of Adams, of Muon and of other optimizers are told apart.
+_TELLING = ("moments", "adam_names")
 
 _REMEDY = "Take the checkpoint of the same run, or load the weights alone and start with a new state."
 
@@ -119,8 +123,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 f"The saved state is damaged: a parameter is in its groups twice, or it has entries of parameters that "
                 f"are in none. {_REMEDY}"
             )
-        for number, (group, current) in enumerate(zip(groups, self.param_groups, strict=True)):
+        for group, current in zip(groups, self.param_groups, strict=True):
             self._check_saved_group(group, current)
+        self._check_order(groups)
+        for number, (group, current) in enumerate(zip(groups, self.param_groups, strict=True)):
             names = current.get("param_names") or group.get("param_names") or group["params"]
             for place, (index, parameter) in enumerate(zip(group["params"], current["params"], strict=True)):
                 if fault := self._fault(state.get(index, {}), parameter, current):
@@ -135,7 +141,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         owner, names = type(self).__name__, saved.get("param_names", saved["params"])
         if not isinstance(names, list | tuple) or len(names) != len(saved["params"]):
             raise ValueError(f"The saved state is damaged: its param_names are {described(names)}. {_REMEDY}")
-        if ("moments" in saved) != ("moments" in group):
+        if any((name in saved) != (name in group) for name in _TELLING):
             raise ValueError(
                 f"The saved state is that of another optimizer, and {owner} cannot go on with it: build that one. "
                 f"{_REMEDY}"
@@ -148,6 +154,20 @@ class CheckedOptimizer(torch.optim.Optimizer):
                     f"The saved state has {name}={saved.get(name)!r}, this {owner} {name}={group.get(name)!r}: build "
                     "it with the saved value, or start without the state."
                 )
+
+    def _check_order(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises a ``ValueError`` if parameters with names have changed places; new names are allowed."""
+        before, now = (
+            [clean_name(str(name)) for group in each for name in group.get("param_names", ())]
+            for each in (groups, self.param_groups)
+        )
+        if before != now and sorted(before) == sorted(now):
+            place, name = next((place, name) for place, name in enumerate(now) if name != before[place])
+            raise ValueError(
+                f"The saved state has the same parameters in another order: place {place} is now that of {name!r}, and "
+                f"was that of {before[place]!r}. States go to parameters by their order: give {type(self).__name__} "
+                f"its parameters as they were. {_REMEDY}"
+            )
 
     def _fault(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
         """Says why a parameter's saved state does not fit; empty if it does."""

@@ -28,10 +28,11 @@ from lightning_lowbit.optim.rules import ELEMENT_RULES, MUON, OPTIONS, Numbers, 
 from lightning_lowbit.patterns import matching, select
 from lightning_lowbit.units import has_units
 
-#: Patterns of names of embeddings and heads, whose matrices Adam moves by default.
+#: Patterns of names of parameters that Adam moves by default: embeddings, heads, and tables that multiply nothing.
 ADAM_NAMES = (
-    *(".*embed.*", "wte", "wpe", "shared", "relative_attention_bias"),
-    *("lm_head", "head", "classifier", "score", "cls"),
+    *(".*embed.*", "(.*_)?emb", "wte", "wpe", r"shared\.weight", "pos.*enc.*"),
+    *("(.*_)?head", "classifier", "score", "cls", "fc", "qa_outputs"),
+    *(".*bias.*", "A_log"),
 )
 
 #: Patterns of names of parameters that are stacks of matrices by default.
@@ -45,8 +46,9 @@ class Muon(ClippedAdam):
     """Muon for matrices and Adam for all other parameters, whole or sharded by FSDP2 or tensor parallelism.
 
     Matrices are parameters of two dimensions whose names `adam_names` does not match, and stacks of matrices those of
-    three with names in `stack_names`. Look at `matrices`: an embedding called ``net.0.weight`` is taken for one. Each
-    rank computes the directions of some of the matrices that it has a part of, or, under DDP, all of.
+    three with names in `stack_names`; with one row or column they are vectors. Look at `matrices`: an embedding called
+    ``net.0.weight`` is taken for one. Each rank computes the directions of some of the matrices that it has a part of,
+    or, under DDP, all of.
 
     Args:
         params: named parameters, as ``model.named_parameters()``, or groups of these. Parameters without names need
@@ -61,7 +63,7 @@ class Muon(ClippedAdam):
         adjust_lr_fn: s: ``"match_rms_adamw"``, 0.2·√max(rows, columns); or ``"original"``, √max(1, rows/columns), which
             needs a higher learning rate than Adam's, so groups.
         adam_names: regular expressions of parameters that Adam moves: each matches whole parts of a name, as
-            ``"lm_head"`` does that of ``model.lm_head.weight``. None: `ADAM_NAMES`, embeddings and heads.
+            ``"lm_head"`` does that of ``model.lm_head.weight``. None: `ADAM_NAMES`, embeddings, heads and biases.
         stack_names: the same, of parameters ``[experts, rows, columns]``. None: `STACK_NAMES`.
         element_clip: ``"ada_clip"``, with ``gamma3``, or None.
         norm_clip: ``"ada_gn"``, with ``gamma1`` and ``gamma2``; ``"grad_clip"``, with ``max_norm``; or None.
@@ -111,10 +113,10 @@ class Muon(ClippedAdam):
         for argument, patterns in (("adam_names", adam_names), ("stack_names", stack_names)):
             select(names, patterns or (), argument, "parameter")
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if names and not (self.matrices() or any(map(is_flattened, parameters))):
+        if not (self.matrices() or any(map(is_flattened, parameters))):
             raise ValueError(
-                "Muon got no matrix: no parameter has two dimensions and a name that adam_names does not match. Use "
-                "StableSPAM or LowBitAdamW."
+                "Muon got no matrix: no parameter has two dimensions above 1 and a name that adam_names does not "
+                "match. Use StableSPAM or LowBitAdamW."
             )
 
     def matrices(self) -> list[Tensor]:
@@ -123,8 +125,8 @@ class Muon(ClippedAdam):
         return [parameter for parameter in parameters if self._is_matrix(parameter, parameter.shape)]
 
     def _is_matrix(self, parameter: Tensor, shape: torch.Size) -> bool:
-        dims = 3 if id(parameter) in self._stacks else 2
-        return len(shape) == dims and id(parameter) not in self._adams
+        dims = (2, 3) if id(parameter) in self._stacks else (2,)  # a stack may also be a list of layers
+        return len(shape) in dims and min(shape[-2:]) > 1 and id(parameter) not in self._adams
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
@@ -137,12 +139,17 @@ class Muon(ClippedAdam):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        if "param_names" not in group and group["adam_names"] not in ([], ()):
+        names, patterns = group.get("param_names"), {name: group[name] for name in ("adam_names", "stack_names")}
+        if names is None and (patterns["adam_names"] not in ([], ()) or patterns["stack_names"]):
             raise ValueError(
                 "Muon tells embeddings and heads, which Adam moves, from other matrices by their names: give it "
-                "model.named_parameters(), or groups of named parameters. Or pass adam_names=[] for parameters without "
-                "names: it then moves all matrices."
+                "model.named_parameters(), or groups of named parameters. (LightningCLI's own key optimizer gives it "
+                "none: take an argument optimizer: OptimizerCallable in the model.) Or pass adam_names=[], and no "
+                "stack_names, for parameters without names: it then moves all matrices."
             )
+        for argument, value in patterns.items():
+            if value is not self.defaults[argument]:  # the constructor's are for all groups together
+                select(names or (), value or (), argument, "parameter of its group")
 
     def _remember_parameters(self) -> None:
         super()._remember_parameters()
@@ -164,6 +171,13 @@ class Muon(ClippedAdam):
             if self._is_matrix(parameter, shape)
             else super()._moments(parameter, shape, group)
         )
+
+    def _fault(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        fault, is_matrix = super()._fault(saved, parameter, group), self._is_matrix(parameter, parameter.shape)
+        if fault and isinstance(saved, dict) and saved and is_matrix == ("mean_square" in saved):
+            former, now = ("Adam", "Muon") if is_matrix else ("Muon", "Adam")
+            return f"{former} moved it, and {now} would now, by its name, adam_names and stack_names ({fault})"
+        return fault
 
     def _update(self, batch: Batch) -> None:
         if batch.members[0].moments.has_mean_square:

@@ -111,7 +111,7 @@ class ClippedOptimizer(CheckedOptimizer):
         batches: list[Batch] = []
         number = -1
         for group in self.param_groups:
-            check_options(type(self).__name__, {name: group[name] for name in _NAMES if name in group})
+            check_options(type(self).__name__, {name: group[name] for name in _NAMES if name in self._options})
             rules = self._rules(group)
             alike: dict[Any, Batch] = {}
             for parameter in group["params"]:

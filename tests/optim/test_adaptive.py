@@ -179,6 +179,14 @@ def test_base_makes_the_optimizer_from_parameters_and_groups():
     assert found == [(0.5, "ada_gn", 0.25), (0.1, None, 0.25)], f"lr, norm_clip and gamma1 of the groups are {found}"
 
 
+def test_an_option_of_the_wrapped_optimizer_may_have_a_name_and_other_values_of_one_here():
+    parameters = make_parameters(shapes=[(3, 4)])
+    before, optimizer = parameters[0].detach().clone(), Adaptive(torch.optim.Muon(parameters))
+    set_gradients(parameters, seed=0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["adjust_lr_fn"] is None and not torch.equal(parameters[0], before)
+
+
 WRAPS = "Adaptive wraps a torch.optim.Optimizer .*got "
 
 
@@ -187,7 +195,7 @@ WRAPS = "Adaptive wraps a torch.optim.Optimizer .*got "
     [
         (lambda p: Adaptive([p]), f"{WRAPS}list"),
         (lambda p: Adaptive(None), f"{WRAPS}NoneType"),
-        (lambda p: Adaptive(StableSPAM([p])), f"{WRAPS}StableSPAM. StableSPAM has element_clip and norm_clip itself"),
+        (lambda p: Adaptive(StableSPAM([p])), f"{WRAPS}StableSPAM. StableSPAM and Muon have these rules themselves"),
         (lambda p: Adaptive(SPAM([p])), f"{WRAPS}SPAM"),
         (lambda p: Adaptive(LowBitAdamW([p])), f"{WRAPS}LowBitAdamW"),
         (lambda p: Adaptive(Adaptive(torch.optim.SGD([p]))), f"{WRAPS}Adaptive"),

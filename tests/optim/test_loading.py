@@ -136,13 +136,13 @@ def test_entries_that_nobody_reads_are_refused(name):
         assert "exp_avg" in (why := refused(optimizer, parameters, saved)) or "damaged" in why
 
 
-@each("name", MAKERS)
-@each("other", [*MAKERS, "AdamW", "SGD", "Adagrad"])
+@each("name", [*MAKERS, "Muon"])
+@each("other", [*MAKERS, "Muon", "AdamW", "SGD", "Adagrad"])
 def test_a_state_of_another_optimizer_goes_on_or_is_refused(name, other):
     """What goes on is of the same class, or of a relative with the same entries."""
     dtype = torch.bfloat16 if "master" in name or "master" in other else torch.float32
     parameters, others = make_parameters(dtype, MATRICES), make_parameters(dtype, MATRICES)
-    optimizer, saved = MAKERS[name](parameters), (MAKERS.get(other) or getattr(torch.optim, other))(others)
+    optimizer, saved = ENTRIES[name](parameters), (ENTRIES.get(other) or getattr(torch.optim, other))(others)
     train(optimizer, parameters, range(2))
     train(saved, others, range(2))
     dense, fp8, adam = {"StableSPAM", "SPAM", "LowBitAdamW fp32"}, {"StableSPAM fp8", "LowBitAdamW fp8"}, {"AdamW"}
@@ -152,10 +152,22 @@ def test_a_state_of_another_optimizer_goes_on_or_is_refused(name, other):
         optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
         train(optimizer, parameters, [2])
         counts = optimizer.state[parameters[0]]
-        assert counts["steps"] == (3 if other in MAKERS else 1) and counts.get("step", 3) == 3, counts
+        assert counts["steps"] == (3 if other in ENTRIES else 1) and counts.get("step", 3) == 3, counts
     else:
         why = refused(optimizer, parameters, copy.deepcopy(saved.state_dict()))
         assert "another optimizer" in why or re.search(r"saved state has (\w+)=.*, this \w+ \1=.*saved value", why), why
+
+
+@each("name", ["StableSPAM", "Adaptive AdamW"])
+def test_named_parameters_in_another_order_are_refused(name):
+    """Also between groups. Other names for the same places go on."""
+    shapes = [(64, 64), (64, 64), (64,)]
+    _, saved = trained(name, shapes, ["_orig_mod.a", "b", "c"])
+    parameters, optimizer = trained(name, shapes, ["b", "a", "c"])
+    why = refused(optimizer, parameters, saved.state_dict())
+    assert "in another order: place 0 is now that of 'b', and was that of 'a'" in why, why
+    for names in (["a", "b", "c"], ["x", "a", "c"]):
+        trained(name, shapes, names)[1].load_state_dict(saved.state_dict())
 
 
 def test_statistics_in_another_precision_are_converted():

@@ -43,14 +43,14 @@ def test_groups_train_with_their_own_options(entry):
 @each_entry
 def test_a_group_added_in_mid_training_is_one_without_gradients_before(entry):
     parameters, twins = entry.parameters(), entry.parameters()
-    optimizer, twin = entry(parameters[:3]), entry([{"params": twins[:3]}, {"params": twins[3:], "lr": 0.5}])
-    train(optimizer, parameters[:3], range(3))
-    train(twin, twins[:3], range(3))
-    optimizer.add_param_group({"params": parameters[3:], "lr": 0.5})
+    optimizer, twin = entry(parameters[3:]), entry([{"params": twins[3:]}, {"params": twins[:3], "lr": 0.5}])
+    train(optimizer, parameters[3:], range(3))
+    train(twin, twins[3:], range(3))
+    optimizer.add_param_group({"params": parameters[:3], "lr": 0.5})
     train(optimizer, parameters, range(3, 8))
     train(twin, twins, range(3, 8))
     assert_same(snapshot(optimizer, parameters), snapshot(twin, twins), "the added group trains differently")
-    assert optimizer.state[parameters[0]]["steps"] == 8 and optimizer.state[parameters[-1]]["steps"] == 5
+    assert optimizer.state[parameters[-1]]["steps"] == 8 and optimizer.state[parameters[0]]["steps"] == 5
 
 
 SCHEDULERS = {

@@ -176,6 +176,40 @@ def test_parameters_that_fsdp1_has_flattened_are_refused_by_the_step_which_says_
 
 
 @each(
+    ("shape", "moved", "left"),
+    [
+        (
+            (4, 6),
+            *("mlp.experts.0.up.weight mlp.shared_experts.up.weight mlp.gate.weight shared.0.weight heads.0.q.weight",),
+            *("tok_emb.weight pos_emb position_enc out_head.weight fc.weight shared.weight mixer.A_log",),
+        ),
+        ((4, 6), "experts.w1", "experts.up_bias rel.relative_position_bias_table"),
+        ((4, 6, 8), "mlp.experts.up_proj", "conv.weight experts.up_bias"),
+        ((1, 6), "", "value.weight mask_token"),
+        ((4, 1), "", "lora.gain parametrizations.weight.original0"),
+        ((4, 6, 1), "", "experts.gain"),
+    ],
+)
+def test_default_names_tell_matrices_of_real_models(shape, moved, left):
+    """Lists of experts are matrices, too; biases in stacks, tables and vectors are none."""
+    params = [(name, Parameter(torch.ones(shape))) for name in [*moved.split(), *left.split()]]
+    optimizer = Muon([*params, *named((2, 2))])
+    ids = {id(p) for p in optimizer.matrices()}
+    assert [name for name, p in params if id(p) in ids] == moved.split()
+
+
+def test_a_state_that_the_other_method_left_is_refused_with_the_reason():
+    for before, after in (([], ["a"]), (["a"], [])):
+        optimizers = []
+        for names in (before, after):
+            params = named((2, 3), (3, 2))
+            optimizers.append(Muon(params, adam_names=names))
+            train(optimizers[-1], [p for _, p in params], [0])
+        with pytest.raises(ValueError, match=r"'a\.weight'.* moved it, and .* would now, by its name, adam_names"):
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+
+@each(
     ("params", "options", "words"),
     [
         (named((2, 3)), {"adam_names": ["lm_head"]}, r"adam_names: the pattern 'lm_head' matches no parameter\. There"),
@@ -184,6 +218,13 @@ def test_parameters_that_fsdp1_has_flattened_are_refused_by_the_step_which_says_
         ([Parameter(torch.ones(2, 3))], {}, r"by their names: give it model\.named_parameters\(\).*adam_names=\[\]"),
         (named((2, 3)), {"element_clip": "spike_clip"}, "one moment of all elements.*spike_clip"),
         ([{"params": named((2, 3)), "density": 0.5}], {}, "one moment of all elements.*0.5"),
+        (
+            [{"params": named((2, 3)), "adam_names": ["b"]}],
+            {},
+            "the pattern 'b' matches no parameter of its group",
+        ),
+        ([Parameter(torch.ones(2, 3))], {"adam_names": [], "stack_names": ["b"]}, "by their names.*and no stack_names"),
+        ([Parameter(torch.ones(3))], {"adam_names": []}, "Muon got no matrix"),
     ],
 )
 def test_refusals(params, options, words):
