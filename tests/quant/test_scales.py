@@ -189,6 +189,8 @@ def test_an_amax_that_is_far_too_small(scale_format):
     assert found.codes.tolist() == [[7] * 4], f"{scale_format}: not the largest code"
 
 
+# --- means, and least and largest elements ----------------------------------------------------------------------------
+
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -199,9 +201,6 @@ def minmax(element, block=16, **settings):
 
 def absmean(element, block=16, **settings):
     return Cast(element, Scale("fp32", block, statistic="absmean", **settings))
-
-
-# --- by hand ----------------------------------------------------------------------------------------------------------
 
 
 def test_absmean_by_hand():
@@ -246,9 +245,6 @@ def test_compiled_operands_equal_reference():
     same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")
 
 
-# --- means ------------------------------------------------------------------------------------------------------------
-
-
 def test_means_do_not_depend_on_order():
     """Of 2^14 magnitudes over 20 powers of two, whose float32 sums do."""
     generator = torch.Generator().manual_seed(0)
@@ -258,9 +254,6 @@ def test_means_do_not_depend_on_order():
     for shape in ((1, -1), (128, 128), (-1, 1)):
         found = {quantize(x[order].view(shape), absmean("ternary", "tensor")).scales.item() for order in orders}
         assert len(found) == 1, f"{shape}: {found}"
-
-
-# --- least and largest ------------------------------------------------------------------------------------------------
 
 
 @each("element", INTEGERS)

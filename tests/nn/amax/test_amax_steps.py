@@ -233,6 +233,8 @@ def test_one_collective_per_step():
     assert not calls[3].any()
 
 
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
 COMPILED = {
     "fp8-delayed": "fp8-delayed",
     "nvfp4": NVFP4,

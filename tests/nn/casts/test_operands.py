@@ -17,15 +17,6 @@ from tests.nn.layers import GEMMS
 from tests.tables import each
 
 
-@each("operand", OPERANDS)
-def test_any_delayed_operand_makes_casts_delayed(operand):
-    assert not SIX.is_delayed
-    assert SIX.replace(**{operand: DELAYED}).is_delayed
-    assert LinearCasts(**{operand: DELAYED}).is_delayed
-    assert not SIX.replace(**{operand: DELAYED}).phase("bf16").is_delayed
-    assert LinearCasts(**{operand: DELAYED}).quantizes_x_or_w == (operand[-1] != "g")
-
-
 def test_former_spellings_warn():
     with pytest.warns(DeprecationWarning, match="quantised_gemms is now quantized_gemms"):
         assert SIX.quantised_gemms == SIX.quantized_gemms

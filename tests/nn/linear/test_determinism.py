@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, set_blend, set_phase
 from tests.nn.layers import Net, gradients, identical, layer_like, net, run, spied
-from tests.nn.named_casts import EVERYTHING, IN, ONE_LEVEL, OUT, STOCHASTIC, TOKENS
+from tests.nn.named_casts import EVERYTHING, IN, ONE_LEVEL, OUT, TOKENS
 from tests.tables import each
 
 
@@ -70,12 +70,6 @@ def test_print_shows_the_casts():
     assert lines[3].strip() == "(2): QuantConv1D(casts=nvfp4)"
     set_phase(model, "bf16")
     assert "casts=bf16" in str(model[0])
-
-
-def test_stochastic_rounding_without_keys_is_refused():
-    layer = convert(nn.Linear(IN, OUT), LinearCasts(fprop_x=STOCHASTIC))
-    with pytest.raises(ValueError, match="needs a key.*LayerKeys"):
-        layer(torch.randn(2, IN))
 
 
 def test_gradient_of_what_is_not_needed_is_not_computed():
