@@ -132,7 +132,7 @@ def test_what_is_not_covered_takes_plain_code():
 # --- delayed scaling --------------------------------------------------------------------------------------------------
 
 # An operand's own amax, those in force, those of the step, and the places of the operand and of what reuses it.
-IN_FORCE, STAGED = torch.tensor([0, 2.0, 0, 0.5, 0, 7]), torch.tensor([0.0, 1, 2, 3, 4, 5])
+IN_FORCE, STAGED = torch.tensor([0, 2.0, 0, 0.5, 0, 7]), torch.tensor([0.0, 1, 2, 1.5, 0.5, 5])
 DELAYED = [
     (torch.tensor(own), IN_FORCE, staged, places)
     for own in (2.5, 0.0, 1e-42, float("inf"), float("nan"))

@@ -98,11 +98,13 @@ def test_bytes_of_a_layer_are_a_third_of_bf16s_at_most():
 def test_many_readers_of_one_tensor_keep_the_tensor():
     """Four codes of 4.5 bits are more than 16: known after the first pass, with the same gradients in all."""
     for count, keep in ((3, False), (4, True)):
-        models = [converted("nvfp4", save, count) for save in ("inputs", "codes")]
+        models, sizes = [converted("nvfp4", save, count) for save in ("inputs", "codes")], []
         for number in range(2):
             (expected, before), (found, after) = (step(model, number) for model in models)
             identical(found, expected)
             assert number == 0 or after < before
+            sizes.append(after)
+        assert (sizes[1] < sizes[0]) is keep
         layers = quantized_layers(models[1])
         assert all(layers[f"readers.{i}"].lowbit.keeps_input is keep for i in range(count))
         assert not layers["out"].lowbit.keeps_input
