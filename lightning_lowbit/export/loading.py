@@ -19,7 +19,7 @@ from lightning_lowbit.export.reading.layouts import FLOATS, PARTS, Scheme, check
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more
 from lightning_lowbit.nn.conversion.frozen import keep_bytes
-from lightning_lowbit.nn.core.frozen import Frozen, joined
+from lightning_lowbit.nn.core.saving import Frozen, joined
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import differs
 from lightning_lowbit.quant import Cast

@@ -13,7 +13,7 @@ from lightning_lowbit import LinearCasts, compilation, convert
 from lightning_lowbit.kernels.forms import CastForm
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu.launches import Form
-from lightning_lowbit.kernels.stacks import CAST_STACK, StackForm, stack_sample
+from lightning_lowbit.kernels.operands import CAST_STACK, StackForm, stack_sample
 from lightning_lowbit.nn import GroupedLinear, LayerKeys
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.quant.call import CastCall, operand_dtype

@@ -8,6 +8,7 @@ import torch
 from lightning_lowbit.kernels.cpu.adam import CHUNK, CppParameters
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.shards import DENSE, KINDS, NOTHING, Decision, ParameterShard
+from tests.kernels.test_casts import same_bits
 from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
@@ -27,23 +28,15 @@ def converted(values, dtype):
     return target
 
 
-def assert_same_numbers(found, wanted):
-    """Bit for bit, but for the bits of NaN."""
-    as_bits = torch.int32 if wanted.dtype == torch.float32 else torch.int16
-    differ = (found.view(as_bits) != wanted.view(as_bits)) & ~(found.isnan() & wanted.isnan())
-    assert not differ.any(), f"{found[differ][:5]} should be {wanted[differ][:5]}"
-
-
 @each("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_of_16_bits_become_float32_and_are_rounded_as_by_torch(dtype):
-    """Numbers of all sizes; all numbers of 16 bits, what lies in the middle between two, and the neighbors of that."""
     of_16_bits = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    assert_same_numbers(converted(of_16_bits, torch.float32), numbers := of_16_bits.float())
+    assert same_bits(converted(of_16_bits, torch.float32), numbers := of_16_bits.float())
     middles = (numbers[:-1].double() + numbers[1:].double()).div(2).float()
     neighbors = [torch.nextafter(middles, torch.tensor(sign * math.inf)) for sign in (1, -1)]
     anything = torch.randint(-(2**31), 2**31, (10**5,), dtype=torch.int64).to(torch.int32).view(torch.float32)
     values = torch.cat([numbers, middles, *neighbors, anything])
-    assert_same_numbers(converted(values, dtype), values.to(dtype))
+    assert same_bits(converted(values, dtype), values.to(dtype))
 
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])

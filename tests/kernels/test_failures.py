@@ -154,7 +154,6 @@ def test_an_error_of_the_plain_code_too_is_no_fault_of_the_kernel(monkeypatch):
 
 
 def test_a_failure_of_one_form_leaves_the_others(monkeypatch):
-    """A shape or dtype for which the compiler fails, after others for which it did not."""
     plain, served = operands.CAST.plain, []
 
     def kernel(x, *arguments):
@@ -189,7 +188,6 @@ def test_a_graph_is_not_captured_before_a_kernel_was_tried(monkeypatch):
 
 
 def test_launches_that_fail_are_left_to_plain_code(monkeypatch):
-    """All ways into the kernels, in many forms, where Triton is found but launches nothing."""
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
     monkeypatch.setattr(gpu, "run", mock.Mock(side_effect=Broken("the driver is gone")))
     calls = {name: WAYS[name][1] for name in WAYS if "triton" in WAYS[name][2]}

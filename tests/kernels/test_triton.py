@@ -70,7 +70,6 @@ def test_packed_operands_of_presets(run, preset):
 
 
 def test_operands_of_native_gemms(run):
-    """As they are in presets, tiles, several blocks to a scale, shapes of one element to several tiles of scales."""
     cases, draw = [], torch.Generator().manual_seed(3)
     others = [NVFP4_TILES, Cast("e4m3", Scale("e8m0", (32, 32)), "stochastic")]
     others += [Cast("e2m1", Scale("e4m3", 64)), Cast("e2m1", Scale("e8m0", 32, "even"), "stochastic")]
@@ -236,7 +235,6 @@ def test_factors_and_bias_behind_gemms(run):
 
 
 def test_rare_scales(run):
-    """Levels of rows, scales that are drawn, corrected or in 16 bits."""
     casts = [
         Cast("e2m1", Scale("e4m3", 16, "stochastic")),
         Cast("e4m3", Scale("e5m2", (8, 16), "stochastic", two_level=True), "stochastic"),
@@ -258,7 +256,6 @@ def test_rare_scales(run):
 
 
 def test_rotated_operands(run):
-    """All sizes along either axis, in tiles, with tails, strides, a NaN and given amaxes."""
     cases, kinds = [], [NVFP4, STOCHASTIC, NVFP4_TILES, *casts_of("mxfp4-rht")]
     for number, (cast, size) in enumerate(itertools.product(kinds, (16, 32, 64, 128))):
         dim = (number + number // 4) % 2
@@ -271,7 +268,6 @@ def test_rotated_operands(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_casts_shapes_strides_and_dtypes(run, seed):
-    """50 samples each, over every knob of a cast."""
     cases, rng = [], random.Random(seed)
     while len(cases) < 50:
         element = rng.choice(list(ELEMENT_FORMATS))

@@ -17,7 +17,6 @@ from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
 from tests.kernels import interpreted, passes, steps, test_triton
-from tests.kernels.emulator.instructions import e2m1_of
 from tests.kernels.emulator.ptx import Kernel, Memory
 from tests.kernels.interpreted import Case
 from tests.optim.parameters import make_parameters, set_gradients
@@ -142,14 +141,6 @@ def test_operands_of_native_gemms_by_instructions_for_codes(monkeypatch):
                 case = Case(cast, dim, matrix, amax if cast.scale.needs_amax else None)
                 block = 16 if cast.scale.format == "e4m3" else 32
                 assert interpreted.differences_of_layout([(case, block)]) == []
-
-
-def test_the_instruction_for_e2m1_rounds_as_its_manual_says():
-    values = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.26, 1e-9, 5.01, 7, 3e38, np.inf], np.float32)
-    codes = [0, 2, 2, 4, 4, 6, 6, 1, 0, 7, 7, 7, 7]
-    assert e2m1_of(values).tolist() == codes
-    assert e2m1_of(-values).tolist() == [8 + code for code in codes]
-    assert e2m1_of(np.array([np.nan], np.float32)).tolist() == [7]
 
 
 def step_twice(options, dtype, emulated):

@@ -86,7 +86,6 @@ FAILING = [
 
 @pytest.mark.parametrize("options, dtype", FAILING, ids=["sums in the update", "sums before it"])
 def test_plain_torch_ends_a_step_in_which_a_launch_fails(run, options, dtype):
-    """Whichever launch of three steps it is; with one warning, and no launch after it."""
     number = 0
     while True:
         texts, launches, warned = run(steps.differences_after_a_failure, {"lr": 1e-2, **options}, dtype, number)

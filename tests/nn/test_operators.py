@@ -17,6 +17,7 @@ from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.transforms import rotated_shape
 from tests.nn.native.stand_in import NO_ROWS, StandIn
 
+pytestmark = pytest.mark.usefixtures("alone")
 KEY, SIGNS = torch.tensor(12345), torch.ones(16)
 BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
 ROWS = Cast("int8", Scale("fp32", "row")).spec
@@ -48,13 +49,6 @@ def shard():
 @pytest.fixture(autouse=True)
 def block_scaled_units(monkeypatch):
     monkeypatch.setattr(F, "scaled_mm", StandIn())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def operands(x):

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, AmaxHistories, LayerKeys, set_phase
+from tests.nn.casts.examples import AWKWARD
 from tests.tables import each
 
 # The six operands in order, as casts print, and the rest.
@@ -79,16 +80,20 @@ def written_out(casts):
     return json.loads(json.dumps(found))
 
 
+def read(text):
+    return LinearCasts.of(yaml.safe_load(text))
+
+
+@each("casts", [*map(LinearCasts.preset, PRESETS), *AWKWARD.values()])
+def test_casts_from_all_their_fields_in_yaml(casts):
+    assert read(yaml.safe_dump(written_out(casts))) == casts
+
+
 @each("name", PRESETS)
 def test_a_preset_from_yaml(name):
     casts = LinearCasts.preset(name)
-
-    def read(text):
-        return LinearCasts.of(yaml.safe_load(text))
-
     assert read(name) == casts and str(casts) == name
     assert read(f"preset: {name}") == casts
-    assert read(yaml.safe_dump(written_out(casts))) == casts, "not the same from all its fields"
     hadamard, given = ({}, "null") if name != "quartet2" else (casts.hadamard, "{}")  # which corrections need
     changed = read(f"{{preset: {name}, wgrad_g: null, dgrad_w: {{element: int4}}, hadamard: {given}}}")
     dgrad_w = casts.dgrad_w.replace(element="int4") if isinstance(casts.dgrad_w, Cast) else Cast("int4")

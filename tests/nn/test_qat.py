@@ -1,7 +1,5 @@
-"""Quantization-aware training: a layer is autograd through ``F.linear(fake_quantize(x), fake_quantize(w), bias)``.
-
-Fake quantization with its straight-through gradient is written out here; golden vectors have layers of others.
-"""
+"""Quantization-aware training: a layer is autograd through ``F.linear(fake_quantize(x), fake_quantize(w), bias)``,
+where fake quantization is that of the slow reference; golden vectors have layers of others."""
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from lightning_lowbit.nn.casts.presets import quantization_aware
 from lightning_lowbit.units import cpu_without
 from tests import golden_vectors as golden
 from tests.nn.layers import identical, layer_like, run, spied
+from tests.references import quantize as reference
 from tests.tables import each
 
 TOKENS, IN, OUT = 24, 160, 40  # the second group of 128 is not a whole one
@@ -27,43 +26,12 @@ def gemms_of_torch():
         yield
 
 
-def fake_quantize(x, cast, dtype):
-    """``code * s`` with groups along the last dimension, in float32 and then in ``dtype``.
-
-    absmax   code = clamp(round(x e), -largest, largest)        e = largest / max|x|
-    absmean  likewise                                           e = 1 / mean|x|
-    minmax   code = clamp(round(x e), -z, 2^bits - 1 - z)       e = (2^bits - 1) / (max x - min x),  z = round(-min x e)
-    """
-    scale = cast.scale
-    step, largest = (0.25, 1.75) if cast.element == "e1m2" else (1.0, 1.0)
-    if cast.element.startswith("int"):
-        largest = 2.0 ** (int(cast.element[3:]) - 1) - 1
-    rows = x.float().flatten(0, -2)
-    groups = F.pad(rows, (0, -rows.shape[1] % scale.block)).view(len(rows), -1, scale.block)
-    low, high = groups.amin(-1, True).clamp(max=0), groups.amax(-1, True).clamp(min=0)
-    amount, levels = {
-        "absmax": (torch.maximum(-low, high), largest),
-        "absmean": (groups.double().abs().mean(-1, True).float(), 1.0),
-        "minmax": (high - low, 2 * largest + 1),
-    }[scale.statistic]
-    amount = amount.clamp(min=scale.epsilon) * scale.factor
-    e = torch.where(amount > 0, torch.full_like(amount, levels) / amount, 1.0)
-    codes = (groups * e / step).round() * step
-    if scale.statistic == "minmax":
-        z = (-low * e).round()
-        codes = torch.minimum(torch.maximum(codes, -z), levels - z)
-    else:
-        codes = codes.clamp(-largest, largest)
-    values = codes * (1 / e)
-    return values.reshape(len(rows), -1)[:, : rows.shape[1]].reshape(x.shape).to(dtype)
-
-
 class Straight(torch.autograd.Function):
-    """Fake quantization of x; the gradient is that of the result."""
+    """Fake quantization of x along its last dimension; the gradient is that of the result."""
 
     @staticmethod
     def forward(ctx, x, cast):
-        return x.clone() if cast is None else fake_quantize(x, cast, x.dtype)
+        return x.clone() if cast is None else reference.quantize(x.float(), cast, field="dequantized").to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -78,7 +46,7 @@ def as_matrix(layer, weight):
     return weight.t() if isinstance(layer, Conv1D) else weight
 
 
-def reference(layer, casts, x, g, compute):
+def by_autograd(layer, casts, x, g, compute):
     """Autograd through ``F.linear`` of fake-quantized operands, in the dtype of the computation."""
     given = {"x": x, "weight": as_matrix(layer, layer.weight), "bias": layer.bias}
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items() if tensor is not None}
@@ -118,7 +86,7 @@ def test_groups_are_autograd_to_the_bit(name, mode, kind, shape):
     x, g = torch.randn(*shape, IN), torch.randn(*shape, OUT)
     x[..., 3] *= 20
     found = run(layer_like(original, GROUPS[name]), x, g, mode == "autocast")
-    expected = reference(original, GROUPS[name], x, g, MODES[mode])
+    expected = by_autograd(original, GROUPS[name], x, g, MODES[mode])
     assert expected["y"].isfinite().all()
     identical(found, expected, f"{name}, {mode}:")
 
@@ -135,7 +103,6 @@ def test_groups_are_dense_in_the_dtype_of_the_computation(name):
 
 @pytest.mark.parametrize("name", [name for name in golden.cases("bitnet") if name.startswith("layer_")])
 def test_golden_layers(name):
-    """Forward passes of whole layers, exact from the codes, and as transformers' two classes compute them."""
     case = golden.case("bitnet", name)
     x, bias = torch.from_numpy(case["layer_x"]), torch.from_numpy(case["layer_bias"])
     original = nn.Linear(x.shape[1], len(case["w"]), bias=len(bias) > 0)

@@ -15,6 +15,7 @@ from lightning_lowbit.nn import AmaxHistories, LayerKeys, set_blend, set_phase
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.nn.layers.layer import quantized_layers
+from tests.nn.layers import identical, pass_through
 
 
 class Readers(nn.Module):
@@ -55,20 +56,12 @@ def size(tensors):
 
 def step(model, number=0, run=None):
     """Output and gradients of a training step, and the bytes that autograd keeps beside the parameters."""
-    keys, histories = LayerKeys(model, seed=3), AmaxHistories(model)
-    keys.fill_(number, 0, 0, torch.device("cpu"))
-    histories.recording = True
+    LayerKeys(model, seed=3).fill_(number)
+    AmaxHistories(model)
     torch.manual_seed(number)
-    x = torch.randn(48, 64, requires_grad=True)
-    model.zero_grad()
-    with kept(model) as tensors, torch.autocast("cpu", torch.bfloat16):
-        y = (model if run is None else run)(x)
-    y.float().square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], size(tensors)
-
-
-def same(left, right):
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    with kept(model) as tensors:
+        results = pass_through(model, torch.randn(48, 64), forward=run, autocast=True)
+    return results, size(tensors)
 
 
 def staged(model):
@@ -84,9 +77,9 @@ def test_gradients_of_presets_are_those_of_the_tensors(change):
         for model in models:
             (set_blend if change == 0.5 else set_phase)(model, change)
         (expected, before), (found, after) = (step(model) for model in models)
-        assert same(found, expected), name
+        identical(found, expected, name)
         assert after < before or change in ("qaf", 0.5), name
-        assert same(*map(staged, models)) and bool(staged(model)) == (name == "fp8-delayed")
+        assert all(map(torch.equal, *map(staged, models))) and bool(staged(model)) == (name == "fp8-delayed")
 
 
 def test_bytes_of_a_layer_are_a_third_of_bf16s_at_most():
@@ -105,10 +98,13 @@ def test_bytes_of_a_layer_are_a_third_of_bf16s_at_most():
 def test_many_readers_of_one_tensor_keep_the_tensor():
     """Four codes of 4.5 bits are more than 16: known after the first pass, with the same gradients in all."""
     for count, keep in ((3, False), (4, True)):
-        models = [converted("nvfp4", save, count) for save in ("inputs", "codes")]
+        models, sizes = [converted("nvfp4", save, count) for save in ("inputs", "codes")], []
         for number in range(2):
             (expected, before), (found, after) = (step(model, number) for model in models)
-            assert same(found, expected) and (number == 0 or after < before)
+            identical(found, expected)
+            assert number == 0 or after < before
+            sizes.append(after)
+        assert (sizes[1] < sizes[0]) is keep
         layers = quantized_layers(models[1])
         assert all(layers[f"readers.{i}"].lowbit.keeps_input is keep for i in range(count))
         assert not layers["out"].lowbit.keeps_input
@@ -119,7 +115,7 @@ def test_activation_checkpointing(reentrant):
     expected, _ = step(converted("nvfp4", "inputs"))
     model = converted("nvfp4", "codes")
     found, _ = step(model, run=lambda x: checkpoint(model, x, use_reentrant=reentrant))
-    assert same(found, expected)
+    identical(found, expected)
 
 
 @pytest.mark.slow
@@ -127,7 +123,8 @@ def test_compiled_models():
     models = [converted("nvfp4", save) for save in ("inputs", "codes")]
     runs = [step(model, run=torch.compile(model, fullgraph=True)) for model in models]
     (expected, before), (found, after) = runs
-    assert same(found, expected) and after < before
+    identical(found, expected)
+    assert after < before
 
 
 @pytest.mark.parametrize("what", ["operand_sums", "gradient_sums"])
@@ -148,7 +145,7 @@ def test_copies_and_pickles_know_their_own_layers():
     model = converted("nvfp4", "codes", 4)
     expected, _ = step(model)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert same(step(again)[0], expected)
+        identical(step(again)[0], expected)
         assert again.out.lowbit.readers is not model.out.lowbit.readers
 
 

@@ -1,15 +1,16 @@
-"""Rotations, means that are split off and surrogates: what they are for, and what they leave alone.
+"""Rotations, means that are split off, surrogates and smoothing: what they are for, and what they leave alone."""
 
-That a layer computes them as they are defined is in linear/test_operands.py; here they meet what they stand in for.
-"""
+import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
-from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.nn import AmaxHistories
 from lightning_lowbit.quant import Hadamard
+from tests.nn.conversion.swiglus import DELAYED, MLP, product_amax, relative
 from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run
 from tests.tables import each
 
@@ -78,21 +79,85 @@ def test_splitting_the_mean_off_helps_where_there_is_one(gemm):
         assert low < ratio < high, f"{gemm}, a mean of size {mean}: {ratio:.2f} of the error without"
 
 
-def test_signs_of_the_gemms_differ():
-    """Three GEMMs of a layer do not share their signs, and signs do not share their bits with rounding."""
-    layer = layer_like(nn.Linear(16, 16), every(NEAREST, hadamard=KEYED))
-    device = torch.device("cpu")
-    signs = [
-        Hadamard(128, "keyed").diagonal(layer.lowbit.keys[OPERANDS.index(names[1])], device) for names in GEMMS.values()
-    ]
-    for i in range(3):
-        assert not torch.equal(signs[i], signs[i - 1])
-        assert 0.2 < (signs[i] > 0).float().mean() < 0.8, "signs are not balanced"
-
-
 @each("gemm", GEMMS)
 def test_keyed_signs_without_keys_are_refused(gemm):
     layer = convert(nn.Linear(IN, OUT), every(NEAREST, hadamard={gemm: Hadamard(16, "keyed")}))
     x = torch.randn(2, IN, requires_grad=True)
     with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
         layer(x).sum().backward()
+
+
+# --- smoothing: a channel that spikes (table 3 of Smooth-SwiGLU's paper) ----------------------------------------------
+
+HIDDEN, CHANNELS, BATCH, STEPS = 64, 128, 256, 20
+
+
+def spiking_mlp(sign):
+    """The model of the test, and its direction u."""
+    torch.manual_seed(0)
+    mlp = MLP(HIDDEN, CHANNELS)
+    direction = F.normalize(torch.randn(HIDDEN), dim=0)
+    with torch.no_grad():
+        for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):
+            weight.normal_(std=HIDDEN**-0.5)
+        mlp.down_proj.weight.normal_(std=CHANNELS**-0.5)
+        mlp.gate_proj.weight[0] = 4 * direction
+        mlp.up_proj.weight[0] = sign * 4 * direction
+    return mlp, direction
+
+
+def batch(direction, turned=0):
+    """Tokens of the usual kind, of which the first few are turned towards the direction."""
+    x = torch.randn(BATCH, HIDDEN).clamp(-3, 3)
+    along = 0.25 + 0.25 * torch.rand(BATCH, 1)
+    x = x + (along - (x @ direction)[:, None]) * direction
+    x[:turned] = direction.sign() * (2 + torch.rand(turned, HIDDEN))
+    return x
+
+
+ROWS = {
+    "plain": {},
+    "smooth": {"smooth_swiglu": "channel"},
+    "down projection in bf16": {"overrides": {"down_proj": "bf16"}},
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("turned", [1, 64])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_channel_spikes_in_the_middle_of_a_run(sign, turned, dtype):
+    """In channel 0 gate and up projection have one direction u, ``w1 = ±w2 = ±4 u``, four times as long as other rows.
+
+    For 20 steps the tokens' component along u lies between 0.25 and 0.5, so that the product ``4p * silu(4p)`` stays
+    below 4, the size of other channels. Then some tokens turn towards u, element by element ``sign(u) * [2, 3]``,
+    within the amax of the steps before: the component is some 16, and the product, which enters the down projection, a
+    thousand times what it was.
+    """
+    mlp, direction = spiking_mlp(sign)
+    models = {row: convert(copy.deepcopy(mlp), DELAYED, **settings) for row, settings in ROWS.items()}
+    histories = {row: AmaxHistories(model) for row, model in models.items()}
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32)
+    torch.manual_seed(1)
+    usual, largest_x = 0.0, 0.0
+    for _ in range(STEPS):
+        x, g = batch(direction), torch.randn(BATCH, HIDDEN)
+        usual = max(usual, product_amax(mlp, x)[0].item())
+        largest_x = max(largest_x, x.abs().max().item())
+        for row, model in models.items():
+            with autocast:
+                y = model(x)
+            y.backward(g.to(y.dtype))
+            histories[row].advance_()
+    with torch.no_grad(), autocast:
+        x, spiking = batch(direction), batch(direction, turned)
+        before, after = ({row: relative(model(t), mlp(t)) for row, model in models.items()} for t in (x, spiking))
+        others = relative(models["smooth"](spiking)[turned:], mlp(spiking)[turned:])
+    spike, told = product_amax(mlp, spiking), f"relative errors {before}, then {after}"
+    assert spike[0] >= 1000 * usual, "the channel does not spike as it should"
+    assert spike[0] > 10 * spike[1:].max(), "other channels spike as well"
+    assert spiking.abs().max() <= largest_x, "x left its history: the projections before saturate, too"
+    for row in ("smooth", "down projection in bf16"):
+        assert after[row] <= after["plain"] / 10 and before[row] <= 2 * before["plain"], told
+    assert after["plain"] > 0.9, told
+    assert others <= 2 * before["plain"], f"the other tokens suffer from the spike of these: {others:.3f}"

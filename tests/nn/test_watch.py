@@ -32,7 +32,6 @@ def batch(seed=0):
 
 @each("casts", ["nvfp4", "nvfp4-nvidia", "mxfp4-rht", "fp8-current", "fp8-delayed", "ternary", "int4"])
 def test_rows_tell_what_casts_did(casts):
-    """To the operands as they were quantized: rotated, or the other way round; also to those that were taken over."""
     model, _ = net(casts)
     watch = watch_of(model)
     watch.start(CPU)
@@ -154,7 +153,6 @@ def test_no_error_without_quantized_operands_and_nothing_of_a_frozen_weight(auto
     [("operand_sums", "nvfp4", True), ("operand_sums", "ternary", False), ("gradient_sums", "nvfp4", False)],
 )
 def test_compiled(compiler, what, casts, recompute):
-    """The same sums and gradients; one graph for each of on and off, however often it is started."""
     model, twin = (net(casts, recompute=recompute)[0] for _ in range(2))
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     watches = [watch_of(model, what), watch_of(twin, what)]

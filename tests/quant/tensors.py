@@ -61,6 +61,13 @@ def sample(*shape, seed=0, dtype=torch.float32):
     return (x * size * (torch.rand((*shape[:-1], 1), generator=generator) > 0.1)).to(dtype)
 
 
+def ragged(number=0):
+    """Blocks of one sign and of both, of zeros, and parts of blocks; float32 or bfloat16."""
+    x = sample(13, 50)
+    x[3:5], x[5:7] = x[3:5].abs(), -x[5:7].abs()
+    return x.to((torch.float32, torch.bfloat16)[number % 2])
+
+
 def whole(operand):
     """``values * factor``, float32."""
     return operand.values.float() * (1.0 if operand.factor is None else operand.factor)

@@ -151,7 +151,6 @@ def test_without_block_scales_there_is_nothing_to_round(block):
 @pytest.mark.parametrize("block", ["row", "tensor"])
 @pytest.mark.parametrize("element", [name for name, format in ELEMENT_FORMATS.items() if format.gemm_dtype])
 def test_elements_in_the_dtype_of_the_hardware(element, block):
-    """Integers as int8, FP8 as itself: values times factor are the dequantized tensor, and so is what is emulated."""
     x, key, dtype = sample(9, 40).bfloat16(), torch.tensor(4), ELEMENT_FORMATS[element].gemm_dtype
     for cast, rounding, dim in itertools.product(casts(element, block), ("nearest", "stochastic"), (0, -1)):
         if cast.scale.format != "fp32" or cast.scale.statistic == "minmax":

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
-from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.quant import Operand, quantize_operand
 from lightning_lowbit.quant.statistics import (
@@ -19,7 +18,8 @@ from lightning_lowbit.quant.statistics import (
     operand_statistics,
     sqnr_db,
 )
-from tests.quant.tensors import NVFP4, sample, spread_scales
+from tests.nn.operand_sums import Made
+from tests.quant.tensors import NVFP4, sample
 from tests.tables import each
 
 KEY = torch.tensor(12345)
@@ -48,10 +48,8 @@ def of_operand(x, cast, dim, amax=None, dtype=None, **kwargs):
 
 def by_metrics(x, cast, dim, amax=None):
     """Sums of the slow reference, and scales of the blocks that hold something."""
-    found = cast_statistics(x, cast, dim, KEY, amax)
-    quantized = quantize(x, cast, dim, KEY, amax)
-    scales = spread_scales(quantized) * (1.0 if quantized.tensor_scale is None else quantized.tensor_scale)
-    used = scales[(x != 0) & (scales > 0)]
+    made = Made(x, cast, dim, KEY, amax)
+    found, used = made.statistics(), made.scales()
     return {
         **{name: float(getattr(found, name)) for name in SUMS},
         "inverse_scale": 1 / used.min().item() if used.numel() else 0.0,
@@ -71,7 +69,6 @@ def assert_same(found, expected, message, of_scales=True):
 
 @each("cast", [*CASTS, *OTHERS])
 def test_sums_are_those_of_the_metrics(cast):
-    """Of blocks of very different sizes, of zeros, and of parts of blocks; columns and rows of one element too."""
     for shape, dim in itertools.product(((13, 50), (64, 96), (1, 40), (40, 1)), (0, 1)):
         x = sample(*shape, seed=shape[0])
         amax = x.abs().max() * 0.25 if cast.scale.source == "delayed" else None
@@ -85,7 +82,6 @@ def test_sums_are_those_of_the_metrics(cast):
 
 @each("element", ["int8", "ternary"])
 def test_sums_of_what_a_native_gemm_takes(element):
-    """Whole numbers, whose scale is a factor of rows or of the tensor."""
     x, block = sample(24, 64, dtype=torch.bfloat16), "row" if element == "int8" else "tensor"
     cast = Cast(element, Scale("fp32", block, statistic="absmax" if element == "int8" else "absmean"))
     for dim in (0, 1):
@@ -189,7 +185,6 @@ def test_merging():
     ("cast", "dim"), [(NVFP4, 1), (Cast("int8", Scale("fp32", "row")), 0), (Cast("ternary", TERNARY), 1)], ids=str
 )
 def test_compiled(cast, dim):
-    """One graph; scales of blocks, of rows, which are a factor, and of the tensor."""
 
     def look(x, into):
         amax = x.abs().amax() if cast.scale.needs_amax else None

@@ -54,11 +54,6 @@ def test_random_bits_of_scales_are_not_those_of_elements():
     assert torch.corrcoef(torch.stack([of_scales.flatten(), of_elements.flatten()]))[0, 1].abs() < 0.15
 
 
-def test_scales_need_a_key():
-    with pytest.raises(ValueError, match="rounds stochastically and needs a key"):
-        quantize(sample(4, 32), RANDOM)
-
-
 @pytest.mark.slow
 def test_the_mean_of_scales_is_what_was_wanted():
     amax = torch.linspace(0.5, 1, 64)

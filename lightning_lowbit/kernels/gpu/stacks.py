@@ -38,7 +38,7 @@ def takes(x: Tensor, ends: Ends) -> bool:
 
 
 def make_stack(x: Tensor, call: CastCall, ends: Ends) -> StackOperand:
-    """Does what ``kernels.stacks.plain_stack`` does in one launch, and one for amaxes."""
+    """Does what ``kernels.operands.plain_stack`` does in one launch, and one for amaxes."""
     rows, width = call.product_rows(x, ends), _width(x, call)
     products, amaxes = len(rows), None
     if call.cast.scale.needs_amax:

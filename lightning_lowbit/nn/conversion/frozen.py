@@ -10,7 +10,7 @@ from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
-from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.nn.core.saving import Frozen
 from lightning_lowbit.nn.layers.classes import convertible
 from lightning_lowbit.nn.layers.layer import QuantLinear, quantized_layers
 from lightning_lowbit.patterns import clean_name

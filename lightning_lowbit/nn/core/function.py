@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS
-from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.gemm import matmul, no_autocast
 from lightning_lowbit.nn.core.inputs import first_derivative, mark
 from lightning_lowbit.nn.core.operands import GemmHow, OperandHow, Pass
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
+from lightning_lowbit.nn.core.saving import Frozen
 from lightning_lowbit.nn.core.sides import Codes, FrozenBytes, Gathered, Gradient, Matrix, Parameter, Patches, Recast
 from lightning_lowbit.nn.core.window import Window
 

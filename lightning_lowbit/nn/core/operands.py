@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
 from lightning_lowbit.kernels.gemms import split_rows
-from lightning_lowbit.kernels.operands import measures_again, signs_of
-from lightning_lowbit.kernels.stacks import quantize_stack
+from lightning_lowbit.kernels.operands import measures_again, quantize_stack, signs_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_product, keys_of_products

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from lightning_lowbit.kernels import Packed, pack_operand, quantize_both, rotate, unpack_operand
 from lightning_lowbit.kernels.gemms import split_rows
-from lightning_lowbit.kernels.operands import reads_once
+from lightning_lowbit.kernels.operands import empty_product, joined, reads_once
 from lightning_lowbit.kernels.products import decode
-from lightning_lowbit.kernels.stacks import empty_product, joined
-from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
+from lightning_lowbit.nn.core.saving import Frozen
 from lightning_lowbit.nn.core.window import Window, is_pixelwise
 from lightning_lowbit.nn.native.grouped import sums_of_rows
 from lightning_lowbit.nn.native.operand import AnyOperand, block_operands, unpacked_native_operand, values_of

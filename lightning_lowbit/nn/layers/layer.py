@@ -19,13 +19,12 @@ from torch.nn import functional as F
 from lightning_lowbit._torch import unsafe_view
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
-from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.function import How, QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, nested_product, refuse_dtypes, refuse_scripts
 from lightning_lowbit.nn.core.operands import Amaxes, Pass
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards, tensor_parallel
-from lightning_lowbit.nn.core.saving import saved_bits
+from lightning_lowbit.nn.core.saving import Frozen, saved_bits
 from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_, watched
 from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.native import NativeGemms
@@ -34,7 +33,6 @@ from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.scales import inverse
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
-# Children that wrappers add: a layer keeps its name, and so its key, when it is wrapped or compiled.
 _NOTHING = nullcontext()
 
 # How each layer computed its last pass, and the arguments of that. A copy of a layer, or a pickled one, has none.

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import Calls
-from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import PrequantizedWeight
-from lightning_lowbit.nn.core.saving import Readers
+from lightning_lowbit.nn.core.saving import Frozen, Readers
 from lightning_lowbit.nn.core.watch import LayerAmaxes
 
 

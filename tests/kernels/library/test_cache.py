@@ -1,7 +1,8 @@
-"""The folder that keeps the C++ kernels: what is loaded from it is whole, and of nobody else."""
+"""The folder that keeps the C++ kernels, and figures beside them: what is taken from it is whole, and nobody else's."""
 
 import _ctypes
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -9,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +21,7 @@ import pytest
 from lightning_lowbit import atomic_files
 from lightning_lowbit.kernels.cpu import cache as files
 from lightning_lowbit.kernels.cpu import library
+from lightning_lowbit.kernels.cpu.library import read_figures, write_figures
 from tests.kernels.library.loads import calls, load, names
 from tests.tables import each
 
@@ -213,3 +217,81 @@ def test_a_cache_of_ones_own_is_closed_to_its_group_and_one_that_serves_others_i
     (cache / "of others").unlink()
     assert load() is not None
     assert not cache.stat().st_mode & 0o022 and len([*cache.glob("*.so")]) == 1
+
+
+FIELDS = "native", "emulated"
+FIGURES = {"native": 0.5, "emulated": 0.75}
+
+
+def file(cache, name="2-threads"):
+    return cache / f"{library._name()}-{name}.json"
+
+
+def test_figures_are_read_as_they_were_written_under_each_name(cache):
+    assert read_figures("2-threads", FIELDS) is None
+    write_figures("2-threads", FIGURES)
+    assert [path.name for path in cache.iterdir()] == [file(cache).name]
+    write_figures("1-threads", {"native": 0.25, "emulated": 1.0})
+    assert read_figures("2-threads", FIELDS) == FIGURES
+    assert read_figures("4-threads", FIELDS) is None
+
+
+DAMAGED = [
+    b"",
+    b'{"native": 0.5, "emul',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"[0.5, 0.75]",
+    b'{"native": 0.5}',
+    b'{"native": 0.5, "emulated": 0.75, "more": 1.0}',
+    *(b'{"native": 0.5, "emulated": %s}' % n for n in (b"0.0", b"-1.0", b"NaN", b"1e999", b'"1"', b"true", b"[]")),
+]
+
+
+@each("content", DAMAGED)
+def test_what_is_damaged_is_not_taken(cache, content):
+    cache.mkdir(exist_ok=True)
+    file(cache).write_bytes(content)
+    assert read_figures("2-threads", FIELDS) is None
+    write_figures("2-threads", FIGURES)
+    assert read_figures("2-threads", FIELDS) == FIGURES
+
+
+def test_a_file_that_others_can_write_or_a_link_is_not_taken(cache, tmp_path):
+    write_figures("2-threads", FIGURES)
+    file(cache).chmod(0o666)
+    assert read_figures("2-threads", FIELDS) is None
+    victim = file(cache).rename(tmp_path / "victim")
+    victim.chmod(0o644)
+    file(cache).symlink_to(victim)
+    assert read_figures("2-threads", FIELDS) is None
+    write_figures("2-threads", {"native": 0.25, "emulated": 1.0})
+    assert json.loads(victim.read_text()) == FIGURES
+
+
+def test_a_folder_that_keeps_nothing_is_left_alone(cache):
+    cache.touch()
+    write_figures("2-threads", FIGURES)
+    assert read_figures("2-threads", FIELDS) is None
+    cache.unlink()
+    cache.mkdir()
+    cache.chmod(0o777)  # open to others
+    write_figures("2-threads", FIGURES)
+    assert read_figures("2-threads", FIELDS) is None and not list(cache.iterdir())
+
+
+def write_and_read(number):
+    for _ in range(40):
+        write_figures("2-threads", {"native": number, "emulated": number})
+        figures = read_figures("2-threads", FIELDS)
+        if figures is None or figures["native"] != figures["emulated"]:
+            return figures or "torn"
+    return "whole"
+
+
+@pytest.mark.slow
+def test_processes_that_write_at_once_leave_a_whole_file(cache):
+    assert os.environ["LOWBIT_CACHE_DIR"] == str(cache)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        assert [*pool.map(write_and_read, (1.0, 2.0))] == ["whole", "whole"]
+    assert {path.suffix for path in cache.iterdir()} == {".json"}

@@ -26,7 +26,7 @@ from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import launches, stacks
 from lightning_lowbit.kernels.memory import Misfit, address, checked, traits
 from lightning_lowbit.kernels.shards import Decision
-from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.nn.core.saving import Frozen
 from lightning_lowbit.quant.call import CastCall
 from tests.kernels.memory import signs
 from tests.quant.tensors import NVFP4

@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[2]
 
 # What calls the kernels; tests that start processes are left out, and those that build for themselves.
 FILES = [
-    *(f"tests/kernels/test_{name}.py" for name in ("adam", "casts", "layers", "packing", "rotation")),
+    *(f"tests/kernels/test_{name}.py" for name in ("adam", "casts", "layers", "packing")),
     "tests/kernels/gemms/test_gemms.py",
     "tests/kernels/gemms/test_stacks.py",
     "tests/kernels/memory/test_memory.py",

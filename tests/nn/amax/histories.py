@@ -4,11 +4,11 @@ import copy
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import Cast, Scale, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
+from tests.nn.conversion.swiglus import MLP
 from tests.nn.layers import Net, every, gradients, identical, layer_like, run
 
 TOKENS, IN, OUT = 32, 48, 16
@@ -101,17 +101,7 @@ def assert_equal_steps(changed, plain, amaxes=(1.0, 20.0, 0.1)):
     assert {len(history) for history in remembered(changed[1]).values()} == {len(amaxes)}
 
 
-class Gated(nn.Module):
-    def __init__(self, width=24):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(16, width), nn.Linear(16, width)
-        self.down_proj = nn.Linear(width, 16)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 def gated(casts="fp8-delayed", width=24, smooth="channel"):
     torch.manual_seed(0)
-    model = convert(Gated(width), casts, smooth_swiglu=smooth)
+    model = convert(MLP(16, width, bias=True), casts, smooth_swiglu=smooth)
     return model, AmaxHistories(model)

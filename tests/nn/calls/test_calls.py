@@ -1,4 +1,4 @@
-"""Several calls of one layer in a step: bits of their own, and the same ones when activations are recomputed."""
+"""Several calls of one layer in a step: bits of their own, the same ones when recomputed, compiled or sharded."""
 
 import copy
 import hashlib
@@ -6,10 +6,15 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit import convert
+from lightning_lowbit.nn import OPERANDS, LayerKeys
 from lightning_lowbit.nn.core import calls
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.rounding import mix_key, uniform
@@ -181,3 +186,79 @@ def test_without_a_region_nobody_looks_at_the_stack(monkeypatch):
     model, keys = recurrent()
     monkeypatch.setattr(calls.sys, "_getframe", None)
     gradients(model, keys)
+
+
+@pytest.mark.fast("non_reentrant")
+@pytest.mark.parametrize("inner", [plain, non_reentrant])
+def test_a_compiled_model(compiler, inner):
+    """The loop is in one graph, and what is recomputed, parts of which it computes in another order."""
+    model, keys = recurrent()
+    expected = gradients(model, keys, model.two)
+    model.inner = inner
+    compiled = torch.compile(model.two, backend=compiler, fullgraph=True)
+    for _ in range(2):
+        assert_equal(gradients(model, keys, compiled), expected, "compiled", is_reordered=True)
+    assert compiler.frame_count == 1
+
+
+@pytest.mark.fast("plain-plain")
+@pytest.mark.parametrize("within", [plain, non_reentrant])
+@pytest.mark.parametrize("around", [plain, non_reentrant, reentrant])
+def test_a_compiled_part_that_is_called_several_times(compiler, around, within):
+    model, keys = recurrent()
+    expected = gradients(model, keys, model.two)
+    step = torch.compile(lambda x: within(model.step, x), backend=compiler, fullgraph=True)
+    for _ in range(3):
+        found = gradients(model, keys, lambda x: around(step, around(step, x)))
+        assert_equal(found, expected, "compiled", is_reordered=True)
+    assert compiler.frame_count == (2 if around is reentrant else 1), "with and without gradients"
+
+
+def test_compiled_blocks_share_a_graph(compiler):
+    """No number of a layer is a constant of it."""
+    blocks = nn.ModuleList(convert(nn.Linear(SIZE, SIZE), EVERYTHING) for _ in range(3))
+    keys = LayerKeys(blocks)
+    for block in blocks:
+        block.compile(backend=compiler, fullgraph=True)
+
+    def forward(x):
+        for block in blocks:
+            x = block(block(x))
+        return x
+
+    found = gradients(blocks, keys, forward)
+    assert compiler.frame_count == 1
+    for block in blocks:
+        block._compiled_call_impl = None
+    assert_equal(gradients(blocks, keys, forward), found, "not compiled", is_reordered=True)
+
+
+def _fsdp1(model):
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _fsdp2(model):
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (model.a, model.b, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def _tensor_parallel(model):
+    styles = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (1,)), styles)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("shard", [_fsdp1, _fsdp2, _tensor_parallel])
+def test_sharded_layers(shard):
+    model, keys = recurrent()
+    expected = gradients(model, keys)
+    wrapped = shard(model)
+    keys = LayerKeys(wrapped, seed=1)
+    for model.outer in (plain, non_reentrant):
+        found = gradients(model, keys, wrapped)
+        for name in "yx":
+            assert torch.equal(found[name], expected[name]), f"{shard.__name__}, {model.outer.__name__}: {name}"

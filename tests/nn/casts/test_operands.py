@@ -1,23 +1,20 @@
-"""What follows from casts: operands, native GEMMs."""
+"""What follows from casts: operands, native GEMMs, facts about weights and who takes which of them."""
 
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit import Cast, LinearCasts, Scale, convert
+from lightning_lowbit.export import weights as exported
 from lightning_lowbit.nn import OPERANDS, PRESETS
+from lightning_lowbit.nn.casts.facts import CAST_FACTS, LAYER_FACTS, obstacle
+from lightning_lowbit.nn.conversion import bake, frozen, shared_amax
+from lightning_lowbit.nn.sharded import gather
 from tests.nn.casts.examples import DELAYED, E4M3, E5M2, INT4, MIXED, NEAREST, SIX
 from tests.nn.layers import GEMMS
 from tests.tables import each
-
-
-@each("operand", OPERANDS)
-def test_any_delayed_operand_makes_casts_delayed(operand):
-    assert not SIX.is_delayed
-    assert SIX.replace(**{operand: DELAYED}).is_delayed
-    assert LinearCasts(**{operand: DELAYED}).is_delayed
-    assert not SIX.replace(**{operand: DELAYED}).phase("bf16").is_delayed
-    assert LinearCasts(**{operand: DELAYED}).quantizes_x_or_w == (operand[-1] != "g")
 
 
 def test_former_spellings_warn():
@@ -97,3 +94,30 @@ def test_operands_that_are_one(cast, one):
             assert six.replace(hadamard={gemm: 16}).shared(second) == (one and not touched), f"{gemm} rotated"
             assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centered"
     assert not LinearCasts(fprop_w=cast, dgrad_w="fprop").shared("dgrad_w"), "what is reused is no cast of its own"
+
+
+USERS = (bake, frozen, shared_amax, gather, exported)
+
+
+def test_every_name_that_a_user_takes_is_a_fact():
+    for user in USERS:
+        assert {*CAST_FACTS, *LAYER_FACTS} >= user.TAKES, user
+
+
+def test_every_fact_is_refused_by_somebody():
+    assert not set.intersection(*(user.TAKES for user in USERS))
+
+
+def test_a_new_fact_is_refused_by_all(monkeypatch):
+    casts = LinearCasts.preset("nvfp4").replace(fprop_x=None)
+    layer = convert(nn.Sequential(nn.Linear(32, 32)), casts)[0]
+    monkeypatch.setitem(CAST_FACTS, "new", (lambda casts: casts.fprop_w, "it is new: {casts.fprop_w}"))
+    monkeypatch.setitem(
+        LAYER_FACTS, "blue", (lambda layer: layer.lowbit.blend is not None, "it is blue: {layer.lowbit.blend:g}")
+    )
+    takes = {*CAST_FACTS, *LAYER_FACTS}
+    for user in USERS:
+        assert obstacle(casts, takes - {"new"} | user.TAKES, layer) == f"it is new: {casts.fprop_w}"
+    layer.lowbit.blend = torch.tensor(0.5)
+    assert obstacle(casts, takes - {"blue"}, layer) == "it is blue: 0.5"
+    assert obstacle(casts, takes, layer) is None

@@ -5,7 +5,6 @@ import pickle
 from dataclasses import fields
 
 import pytest
-import yaml
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, PRESETS
@@ -106,28 +105,6 @@ def test_of_changes_what_it_names(preset, changes, fields):
     assert given == before, "the mapping that was given was changed"
 
 
-def test_yaml():
-    text = """
-        fprop_x: {element: e2m1, scale: {format: e4m3, block: 16, two_level: true}}
-        fprop_w: {element: int4, scale: {format: e5m2, block: [16, 16], rounding: up}}
-        dgrad_g: {element: e1m2, rounding: stochastic}
-        dgrad_w: fprop
-        wgrad_g: null
-        wgrad_x: fprop
-        subtract_mean: [dgrad]
-        surrogate: {fprop_w: dge}
-    """
-    assert LinearCasts.of(yaml.safe_load(text)) == LinearCasts(
-        fprop_x=NEAREST,
-        fprop_w=Cast("int4", Scale("e5m2", (16, 16), "up")),
-        dgrad_g=Cast("e1m2", rounding="stochastic"),
-        dgrad_w="fprop",
-        wgrad_x="fprop",
-        subtract_mean=("dgrad",),
-        surrogate={"fprop_w": "dge"},
-    )
-
-
 @each("operand", OPERANDS)
 def test_with_rounding_changes_one(operand):
     changed = SIX.with_rounding({operand: "stochastic"})
@@ -145,7 +122,6 @@ def test_phases(name):
 
 @each("name", [*PRESETS, *AWKWARD])
 def test_values(name):
-    """They compare and hash by what they say, and survive copying and pickling."""
     casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
     for twin in (copy.copy(casts), copy.deepcopy(casts), pickle.loads(pickle.dumps(casts)), casts.replace()):
         assert twin == casts
@@ -162,7 +138,6 @@ def test_no_two_are_equal_or_say_the_same():
 
 
 def test_settings_of_gemms_have_one_form():
-    """However they are written, and whatever becomes of what was given."""
     given = {"wgrad": 16, "fprop": {"size": 32, "signs": "keyed"}}
     casts = SIX.replace(hadamard=given, subtract_mean=iter(["wgrad", "fprop", "wgrad"]))
     same = SIX.replace(

@@ -1,8 +1,9 @@
-"""Linear layers by any name: subclasses, those that are known by name, and those that users register."""
+"""Linear layers by any name: subclasses, known and registered ones, and modules whose ``forward`` was replaced."""
 
 import copy
 import pickle
 import sys
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,13 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.idefics.modeling_idefics import IdeficsDecoupledLinear
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import LinearCasts, convert, register_linear
-from lightning_lowbit.nn import QuantizedLayer, plan
+from lightning_lowbit.nn import GroupedLinear, QuantizedLayer, plan
+from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.nn.layers import classes, known_linears, registry
+from lightning_lowbit.nn.layers.classes import restore_classes
 from tests.nn.layers import every, identical, layer_like, run
 from tests.tables import each
 
@@ -77,12 +81,14 @@ def registered(monkeypatch):
 
 
 LAYERS = {cls.__name__: lambda cls=cls: cls(IN, OUT) for cls in (Plain, FalconLinear, Halved, Columns, Linear)}
+LAYERS["Conv1D"] = lambda: Conv1D(OUT, IN)
+STORE_COLUMNS = (Columns, Conv1D)
 
 
 def twin_of(layer):
     """An ``nn.Linear`` with the weights of a layer."""
     twin, weight = nn.Linear(IN, OUT, bias=hasattr(layer, "bias")), layer.weight.detach()
-    twin.weight.data = (weight.t() if isinstance(layer, Columns) else weight).clone()
+    twin.weight.data = (weight.t() if isinstance(layer, STORE_COLUMNS) else weight).clone()
     if hasattr(layer, "bias"):
         twin.bias.data = layer.bias.detach().clone()
     return twin
@@ -96,7 +102,7 @@ def test_each_equals_a_converted_linear_layer_to_the_bit(name, autocast):
     found = run(layer_like(original, "nvfp4"), x, g, autocast)
     expected = run(layer_like(twin_of(original), "nvfp4"), x, g * factor, autocast)
     expected["y"] *= factor
-    if name == "Columns":
+    if isinstance(original, STORE_COLUMNS):
         expected["weight"] = expected["weight"].t()
     identical(found, expected, name)
     identical(run(layer_like(original, LinearCasts()), x, g, autocast), run(original, x, g, autocast), name)
@@ -193,3 +199,74 @@ def test_registrations_that_cannot_be_honored_say_what_was_needed():
     for message, call in refused.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+class _Plan:
+    """Holds the method, as expert parallelism of transformers does."""
+
+    def __init__(self, module):
+        self.inner = module.forward
+
+
+def by_closure(module):
+    """As tensor parallelism of transformers."""
+    original = module.forward
+
+    @wraps(original)
+    def forward(*args):
+        return original(*args) + 1
+
+    module.forward = forward
+
+
+def by_object(module):
+    plan = [_Plan(module)][0]
+    module.forward = lambda *args: plan.inner(*args) + 1
+
+
+def by_attribute(module):
+    """As hooks of accelerate."""
+
+    def forward(module, *args):
+        return module._old_forward(*args) + 1
+
+    module._old_forward = module.forward
+    module.forward = partial(forward, module)
+
+
+@pytest.mark.parametrize("replace", [by_closure, by_object, by_attribute])
+def test_what_replaced_it_calls_the_converted_layer(replace):
+    x, ends = torch.randn(4, 32), [1, 4]
+    for layer, args in ((nn.Linear(32, 32), (x,)), (GroupedLinear(2, 32, 32), (x, ends))):
+        model = nn.Sequential(layer)
+        plain = layer(*args)
+        expected = convert(model, "mxfp4")[0](*args) + 1
+        restore_classes(model)
+        replace(layer)
+        assert torch.equal(layer(*args), plain + 1)
+        for _ in range(2):  # also a second time
+            assert torch.equal(convert(model, "mxfp4")[0](*args), expected)
+            assert not torch.equal(expected, plain + 1)
+            restore_classes(model)
+            assert torch.equal(layer(*args), plain + 1)
+
+
+def test_a_forward_that_does_not_call_that_of_the_class_stays():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].forward = torch.neg
+    convert(model, "nvfp4")
+    assert type(model[0]) is nn.Linear and type(model[1]) is not nn.Linear
+    assert "its forward pass was replaced, by" in str(Reasons(model).of("0"))
+
+
+def test_a_variable_of_the_forward_pass_may_be_unset():
+    layer = nn.Linear(32, 32)
+    own = layer.forward
+
+    def forward(x):
+        return unset(x) if x is None else own(x)
+
+    layer.forward = forward
+    model = convert(nn.Sequential(layer), "mxfp4")
+    assert type(model[0]) is not nn.Linear
+    unset = own  # from here on it is

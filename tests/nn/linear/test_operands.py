@@ -1,26 +1,17 @@
-"""The six operands of a layer: what is quantized, for which GEMM, and what the GEMMs make of it."""
-
-from dataclasses import fields
+"""The six operands of a layer: what is quantized, for which GEMM, how often, and what the GEMMs make of it."""
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import Cast, LinearCasts
+from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, PHASES, LayerKeys, set_phase
-from lightning_lowbit.quant import SURROGATES
-from tests.nn.layers import GEMMS, RESULTS, by_definition, layer_like, remember, run, spied, value
-from tests.nn.linear.casts import EVERYTHING, IN, OF_FORMER_STEPS, OUT, TOKENS
-from tests.nn.named_casts import CASTS, REMEMBERED
+from lightning_lowbit.nn.core import operands
+from tests.nn.layers import GEMMS, RESULTS, by_definition, every, identical, layer_like, remember, run, spied, value
+from tests.nn.named_casts import CASTS, EVERYTHING, IN, OF_FORMER_STEPS, OUT, REMEMBERED, TOKENS
 from tests.tables import each
 
 ALL_CASTS = {**CASTS, **EVERYTHING, **OF_FORMER_STEPS}
-
-
-def test_every_field_is_turned():
-    for field in fields(LinearCasts):
-        assert len({getattr(casts, field.name) for casts in ALL_CASTS.values()}) > 1, field.name
-    assert {kind for casts in ALL_CASTS.values() for kind in casts.surrogate.values()} == {*SURROGATES}
 
 
 @pytest.mark.pairwise(1)
@@ -97,3 +88,67 @@ def test_nothing_in_nothing_out(name):
     shapes = {"y": (0, OUT), "x": (0, IN), "weight": (OUT, IN), "bias": (OUT,)}
     assert {key: tuple(tensor.shape) for key, tensor in found.items() if tensor is not None} == shapes
     assert not found["weight"].any() and not found["bias"].any()
+
+
+TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
+E4M3 = Cast("e4m3", Scale("fp32", "tensor"))
+SHARING = {
+    "fp8-current": LinearCasts.preset("fp8-current"),
+    "fp8-delayed": LinearCasts.preset("fp8-delayed"),
+    "tiles": every(TILES),
+}
+OWN = {
+    "rows": LinearCasts.preset("fp8-row"),
+    "blocks": LinearCasts.preset("mxfp8"),
+    "other casts": LinearCasts.preset("fp8-current").replace(dgrad_w=None, wgrad_g=E4M3),
+    "stochastic": every(E4M3.replace(rounding="stochastic")),
+    "rotated": LinearCasts.preset("fp8-current").replace(hadamard={"dgrad": 16}),
+    "means": LinearCasts.preset("fp8-current").replace(subtract_mean=("dgrad",)),
+}
+
+
+@each("name", [*SHARING, *OWN])
+def test_each_operand_is_made_once(monkeypatch, name):
+    casts = {**SHARING, **OWN}[name]
+    made, original = [], operands.quantize_operand
+    monkeypatch.setattr(operands, "quantize_operand", lambda *args: made.append(args) or original(*args))
+    layer = layer_like(nn.Linear(32, 48), casts)
+    run(layer, torch.randn(16, 32), torch.randn(16, 48))
+    count = sum(isinstance(getattr(casts, operand), Cast) for operand in OPERANDS)
+    shared = 2 if name in SHARING else 0  # w in dgrad, g in wgrad
+    assert len(made) == count - shared, f"{len(made)} of {count} operands were quantized"
+
+
+def test_without_a_gradient_of_x_g_is_made_for_wgrad():
+    layer = layer_like(nn.Linear(32, 48), SHARING["fp8-current"])
+    x, g = torch.randn(16, 32), torch.randn(16, 48)
+    with_x, without = run(layer, x, g), run(layer, x, g, needs_x=False)
+    assert without.pop("x") is None
+    with_x.pop("x")
+    identical(without, with_x)
+
+
+NAMED = (
+    *("nvfp4", "all stochastic", "mean and hadamard", "rows", "rows, hadamard and mean", "tensors", "surrogates"),
+    *("fp8-delayed", "delayed, two levels", "delayed, reused", "channels", "tokens, delayed"),
+)
+OVERFLOW = {name: CASTS[name] for name in NAMED}
+OVERFLOW |= {name: every(Cast(name, Scale("e4m3", 16))) for name in ("int4", "ternary")}
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("casts", OVERFLOW)
+def test_overflows_reach_every_gradient(bad, casts):
+    """A bad element of g is seen in dX and dW by its row or column, one of w in dX, one of x in dW."""
+    hits = {"x": {"weight": (slice(None), 20), "y": (20,)}, "w": {"x": (slice(None), 20), "y": (slice(None), 20)}}
+    hits["g"] = {"weight": (20,), "x": (20,)}
+    for where, expected in hits.items():
+        layer = layer_like(nn.Linear(IN, OUT), OVERFLOW[casts])
+        remember(layer, *REMEMBERED)
+        x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+        {"x": x, "w": layer.weight.data, "g": g}[where][20, 20] = bad
+        found = run(layer, x, g)
+        for name, place in expected.items():
+            tensor = found[name]
+            assert not tensor[place].isfinite().any(), f"{bad} in {where} does not reach {name}"

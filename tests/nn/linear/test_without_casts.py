@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import LinearCasts
 from tests.nn.layers import identical, layer_like, run
-from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
+from tests.nn.named_casts import IN, ONE_LEVEL, OUT, TOKENS
 from tests.tables import each
 
 
@@ -57,30 +56,6 @@ SQUARE = nn.Linear(IN, IN)
 )
 def test_without_casts_in_other_situations(original, x, g, autocast):
     identical(run(layer_like(original, "bf16"), x, g, autocast), run(original, x, g, autocast))
-
-
-@each("shape", [(IN,), (13, IN), (3, 5, IN)])
-@each("autocast", [False, True])
-def test_without_casts_is_conv1d(shape, autocast):
-    original = Conv1D(OUT, IN)
-    x, g = torch.randn(shape), torch.randn(*shape[:-1], OUT)
-    found, expected = (run(layer, x, g, autocast) for layer in (layer_like(original, "bf16"), original))
-    identical({"y": found["y"]}, {"y": expected["y"]})
-    for name in ("x", "weight", "bias"):
-        torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_conv1d_is_linear_of_the_transposed_weight():
-    conv, plain = Conv1D(OUT, IN), nn.Linear(IN, OUT)
-    plain.weight.data, plain.bias.data = conv.weight.data.t().contiguous(), torch.randn(OUT)
-    conv.bias.data = plain.bias.data.clone()
-    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
-    found, expected = run(layer_like(conv, "nvfp4"), x, g), run(layer_like(plain, "nvfp4"), x, g)
-    found["weight"] = found["weight"].t()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def test_mixed_dtypes_are_refused():

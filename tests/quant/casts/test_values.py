@@ -1,13 +1,16 @@
-"""Casts as values: equality, specs, mappings, names and bits."""
+"""Casts as values: equality, specs, mappings, copies with other fields, names and bits."""
 
 import itertools
-from dataclasses import replace
+import warnings
+from dataclasses import fields, replace
 
 import pytest
 import yaml
 
-from lightning_lowbit import Cast, Scale
-from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
+from lightning_lowbit.precision.checkpoints.trained import Trained
+from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from tests.quant.tensors import NVFP4, casts
 from tests.tables import each
 
@@ -53,7 +56,6 @@ def test_names_tell_casts_apart_and_specs_round_trip():
 
 
 def test_casts_of_mappings():
-    """As YAML gives them."""
     text = """
     element: int4
     round_to_bfloat16: true
@@ -112,3 +114,91 @@ def test_names(cast, name):
 )
 def test_bits(cast, bits):
     assert cast.bits == bits
+
+
+def test_replace_changes_what_it_names():
+    scale = Scale("e4m3", (16, 16), "up", two_level=True, top=256, four_over_six="mse", source="delayed")
+    cast = Cast("e2m1", scale, "stochastic")
+    changes = {"format": "e5m2", "block": [8, 8], "rounding": "nearest", "two_level": True, "top": None}
+    changes |= {"four_over_six": "mae", "prescale": 1, "margin": 0, "statistic": "absmax", "factor": 1, "epsilon": 0}
+    changes |= {"source": "current", "history": 1024, "algorithm": "most_recent", "correction": None}
+    assert set(changes) == {field.name for field in fields(Scale)}, "a field of Scale is not tried"
+    for name, value in changes.items():
+        found = cast.replace(scale={name: value})
+        expected = tuple(value) if isinstance(value, list) else value
+        assert getattr(found.scale, name) == expected, f"scale.{name} is {getattr(found.scale, name)}"
+        others = {field.name for field in fields(Scale)} - {name}
+        kept = {other: getattr(found.scale, other) == getattr(cast.scale, other) for other in others}
+        assert all(kept.values()), f"scale.{name} changed, and so did another field: {kept}"
+        assert replace(found, scale=cast.scale) == cast
+    assert cast.replace(rounding="nearest") == replace(cast, rounding="nearest")
+    assert cast.replace(round_to_bfloat16=True) == Cast("e2m1", scale, "stochastic", round_to_bfloat16=True)
+    assert cast.replace(scale=Scale("e8m0")).scale == Scale("e8m0")
+    both = cast.replace(element="e2m1", rounding="nearest", scale={"block": 32})
+    assert (both.rounding, both.scale.block, both.scale.top) == ("nearest", 32, 256)
+    assert cast.replace() == cast
+    assert cast.replace(element="int4", scale={"four_over_six": None}).element == "int4"
+    room = Cast("e4m3", Scale("fp32", "row", "power_of_two"))
+    assert room.replace(scale={"margin": 2}) == Cast("e4m3", Scale("fp32", "row", "power_of_two", margin=2))
+    for name, value in {"statistic": "absmean", "factor": 0.5, "epsilon": 1e-5}.items():
+        expected = Cast("e4m3", Scale("fp32", "row", "power_of_two", **{name: value}))
+        assert room.replace(scale={name: value}) == expected, f"scale.{name}"
+
+
+@each("name", SCALE_FORMATS)
+def test_a_default_rounding_follows_the_format(name):
+    """Nobody chose it, so it must not stand in the way of another format; a chosen one is kept, or refused."""
+    for cast in (Cast(), Cast(scale=Scale("e8m0")), Cast(scale=Scale("fp32"))):
+        assert cast.replace(scale={"format": name}).scale == Scale(name)
+    chosen = Cast(scale=Scale("e4m3", rounding="up"))
+    if "up" in SCALE_ROUNDINGS[name]:
+        assert chosen.replace(scale={"format": name}).scale.rounding == "up"
+    else:
+        with pytest.raises(ValueError, match=f"Unknown rounding of {name} scales 'up'"):
+            chosen.replace(scale={"format": name})
+
+
+@each(
+    ("changes", "message"),
+    [
+        ({"elemnt": "e2m1"}, "Unknown field of Cast 'elemnt'. Did you mean 'element'"),
+        ({"spec": "{}"}, "Unknown field of Cast 'spec'"),
+        ({"scale": {"blok": 16}}, "Unknown field of Scale 'blok'. Did you mean 'block'"),
+        ({"scale": {"block": "tensor"}}, "leave out two_level"),
+        ({"scale": {"format": "fp32", "two_level": False, "statistic": "minmax"}}, "take 'int2' to 'int8'"),
+        ({"round_to_bfloat16": "no"}, "Cast.round_to_bfloat16 is true or false; got 'no'"),
+    ],
+)
+def test_replace_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        NVFP4.replace(**changes)
+
+
+CAST = Cast("int4", Scale("fp32", 32), round_to_bfloat16=True)
+
+
+@each(
+    "make",
+    [
+        lambda: Cast("int4", Scale("fp32", 32), rounded=True),
+        lambda: Cast("int4", Scale("fp32", 32)).replace(rounded=True),
+        lambda: replace(Cast("int4", Scale("fp32", 32)), rounded=True),
+        lambda: LinearCasts.of({"fprop_w": {"element": "int4", "scale": {"format": "fp32"}, "rounded": True}}).fprop_w,
+        lambda: LinearCasts.of({"preset": "int4", "every": {"rounded": True, "scale": {"block": 32}}}).fprop_w,
+    ],
+)
+def test_the_old_name_warns_and_sets_the_field(make):
+    with pytest.warns(DeprecationWarning, match="rounded is deprecated .* it is now Cast.round_to_bfloat16"):
+        made = make()
+    assert made.round_to_bfloat16 is True
+    with pytest.warns(DeprecationWarning, match="Cast.round_to_bfloat16"):
+        assert made.rounded is True
+
+
+def test_checkpoints_with_the_old_name_load_without_a_warning():
+    record = Trained({"layer": LinearCasts(fprop_w=CAST)}, "bf16", None, ()).record()
+    (casts,) = record["casts"].values()
+    casts["fprop_w"]["rounded"] = casts["fprop_w"].pop("round_to_bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Trained.read(record).layers["layer"].fprop_w == CAST

@@ -1,16 +1,109 @@
-"""The Hadamard transform: orthogonal, gone between two operands, and signs that a key decides."""
+"""Changes before quantization: means, smoothing by powers of two, the Hadamard transform and its signs."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_lowbit.quant import Hadamard, rotate
+from lightning_lowbit.quant import Hadamard, amax_along, rotate, smoothing_factor, split_mean
 from lightning_lowbit.quant.rounding import mix_key, uniform
 from lightning_lowbit.quant.transforms import SIZES
+from tests.nn.layers import rotation
 from tests.quant.tensors import same
 from tests.tables import each
+
+LIMITS = {torch.float32: 64, torch.bfloat16: 64, torch.float16: 14}  # of the exponents of factors
+
+
+# --- the mean over rows -----------------------------------------------------------------------------------------------
+
+
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("shape", [(1, 5), (64, 48), (4097, 3)])
+def test_split_mean(shape, dtype):
+    x = (torch.randn(shape) + torch.linspace(-3, 3, shape[1])).to(dtype)
+    before = x.clone()
+    rest, mean = split_mean(x)
+    assert (rest.dtype, mean.dtype) == (dtype, torch.float32)
+    assert (rest.shape, mean.shape) == (x.shape, (1, shape[1]))
+    torch.testing.assert_close(mean.double(), x.double().mean(0, keepdim=True), rtol=1e-5, atol=1e-6)
+    unit = torch.finfo(dtype).eps * float(x.abs().max())
+    assert (rest.double() + mean - x.double()).abs().max() <= unit, "rest + mean is not x"
+    # Each of n roundings is off by half a unit at most, as good as independently; that of the mean counts n times.
+    bound = 4 * unit * shape[0] ** 0.5 + shape[0] * torch.finfo(torch.float32).eps * float(x.abs().max())
+    assert (rest.double().sum(0).abs() <= bound).all(), "the rest has a mean"
+    same(x, before, "the input was changed")
+
+
+@each("shape", [(0, 5), (3, 0), (0, 0)])
+def test_the_mean_of_nothing(shape):
+    rest, mean = split_mean(torch.empty(shape))
+    assert rest.shape == shape
+    same(mean, torch.zeros(1, shape[1]), "the mean of no rows")
+
+
+def test_a_mean_of_what_is_not_finite():
+    x = torch.ones(4, 3)
+    x[1, 0], x[2, 1] = torch.inf, torch.nan
+    rest, mean = split_mean(x)
+    assert rest[:, 2].isfinite().all(), "the damage leaves its column"
+    assert not rest[1, 0].isfinite(), "an infinity became finite"
+    assert not mean[0, :2].isfinite().any(), "the mean hides what is not finite"
+
+
+# --- smoothing --------------------------------------------------------------------------------------------------------
+
+
+def definition(amax, limit):
+    """The largest power of two within 2^±limit with s * amax <= 1."""
+    if not 0 < amax < math.inf:  # NaN too
+        return 1.0
+    return next((2.0**k for k in range(limit, -limit, -1) if 2.0**k * amax <= 1), 2.0**-limit)
+
+
+@each("dtype", LIMITS)
+def test_factors_by_definition(dtype):
+    powers = torch.tensor([2.0**k for k in range(-149, 128)])
+    beside = [torch.nextafter(powers, torch.full_like(powers, towards)) for towards in (0.0, torch.inf)]
+    drawn, ends = torch.randn(1000).mul(30).exp2(), [0.0, torch.finfo(torch.float32).max, torch.inf, torch.nan]
+    amax = torch.cat([powers, *beside, drawn, torch.tensor(ends)])
+    found = smoothing_factor(amax, dtype)
+    assert found.dtype == dtype
+    same(found.float(), torch.tensor([definition(one, LIMITS[dtype]) for one in amax.tolist()]), f"factors in {dtype}")
+
+
+@each("shape", [(), (0,), (7,), (3, 1), (2, 3, 4)])
+def test_factors_of_any_shape(shape):
+    amax = torch.rand(shape) + 0.1
+    before, found = amax.clone(), smoothing_factor(amax)
+    assert (found.shape, found.dtype) == (shape, torch.float32)
+    assert torch.equal(found.flatten(), smoothing_factor(amax.flatten()))
+    assert torch.equal(amax, before), "amax was changed"
+
+
+# --- the largest magnitude --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's words on NaN
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each("shape", [(5,), (1, 6), (6, 1), (4, 7), (2, 3, 4), (1, 1), (0,), (0, 4), (4, 0), (2, 0, 3), (0, 0)])
+def test_largest_along_a_dimension(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    damaged = torch.where(x > 0.5, torch.nan, torch.where(x < -0.5, -torch.inf, x))
+    for values in (x, damaged, x.mT.contiguous().mT if x.dim() > 1 else x):
+        before = values.clone()
+        for dim in range(-x.dim(), x.dim()):
+            found = amax_along(values, dim)
+            expected = np.abs(values.float().numpy()).max(axis=dim, initial=0, keepdims=True)
+            assert found.dtype == torch.float32
+            same(found, torch.from_numpy(expected), f"along {dim}")
+            found.zero_()  # which leaves the argument alone
+        same(values, before, "the input was changed")
+
+
+# --- the Hadamard transform -------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 KEYS = mix_key(torch.arange(2000))
@@ -26,30 +119,19 @@ def matrix(size, key=None):
     return rotate(torch.eye(size), signs_of(size, key), 1)
 
 
-def hadamard(size):
-    """By its closed form: the sign of entry (i, j) is the parity of the bits that i and j share."""
-    return np.array([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
-
-
 @each("key", [None, 5])
 @each("size", SIZES)
 def test_matrix(size, key):
     transform, signs = matrix(size, key), signs_of(size, key)
     assert signs.dtype == transform.dtype == torch.float32
-    expected = signs[:, None].numpy() * hadamard(size) / size**0.5
-    np.testing.assert_allclose(transform, expected, rtol=1e-7, err_msg=f"{size} is not diag(signs) H / sqrt(n)")
+    expected = rotation(Hadamard(size, "fixed" if key is None else "keyed"), key)
+    torch.testing.assert_close(transform.double(), expected, rtol=1e-7, atol=0)
     unsigned = transform * signs[:, None]
     same(unsigned, unsigned.t(), f"H of {size} is not symmetric")
     product = transform.double() @ transform.double().t()
     torch.testing.assert_close(product, torch.eye(size).double(), rtol=0, atol=1e-6)
     if size in (16, 64):  # sqrt(n) is a power of two
         same(product, torch.eye(size).double(), f"T of {size} is not exactly orthogonal")
-
-
-def test_larger_groups_repeat_the_fixed_signs():
-    expected = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
-    for size in SIZES:
-        assert signs_of(size).tolist() == expected * (size // 16), f"fixed signs of {size}"
 
 
 @each("dim", [0, 1])
@@ -165,29 +247,6 @@ def test_keyed_signs_are_not_the_bits_of_stochastic_rounding():
         draws = torch.stack([uniform(index, key) for key in keys]) - 0.5
         z = signs.t() @ draws * (12 / len(KEYS)) ** 0.5
         assert z.abs().max() < 5, f"{name}: sign and draw {divmod(z.abs().argmax().item(), 64)} correlate"
-
-
-# --- errors and names -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((8,), "Hadamard.size is one of 16, 32, 64, 128; got 8"),
-        ((True,), "got True"),
-        (("16",), "got '16'"),
-        ((16, "kyed"), "signs of a Hadamard transform 'kyed'. Did you mean 'keyed'"),
-    ],
-)
-def test_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Hadamard(*arguments)
-
-
-def test_names_tell_transforms_apart():
-    every = [Hadamard(size, signs) for size, signs in itertools.product(SIZES, ("fixed", "keyed"))]
-    assert len({str(transform) for transform in every}) == len(every)
-    assert str(Hadamard(32, "keyed")) == "32~"
 
 
 def test_signs_are_float32_whatever_the_default_is():

@@ -1,17 +1,73 @@
-"""Progressive quantization: every operand that has a cast is ``x + λ (q(x) - x)``."""
+"""Progressive quantization: every operand with a cast is ``x + λ (q(x) - x)``; when λ takes effect, what it may be."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_lowbit import Cast, Scale, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, set_blend
+from lightning_lowbit.nn.casts.presets import quantization_aware
+from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.quant import rotate, surrogate_factor
+from tests.nn import named_casts
 from tests.nn.amax.histories import remembered
-from tests.nn.blend.layers import CASTS, IN, OUT, PLAIN, blended, tensors
-from tests.nn.layers import GEMMS, RESULTS, every, identical, layer_like, run, spied, value
-from tests.nn.named_casts import SATURATING
+from tests.nn.layers import (
+    GEMMS,
+    RESULTS,
+    Net,
+    every,
+    gradients,
+    identical,
+    layer_like,
+    net,
+    remember,
+    run,
+    spied,
+    value,
+)
+from tests.nn.named_casts import NVFP4, SATURATING
 from tests.tables import each
+
+TOKENS, IN, OUT = 24, 64, 32
+REMEMBERED = (0.5, 2.0)
+INT4 = Cast("int4", Scale("fp32", 32), round_to_bfloat16=True)
+NAMED = (
+    *("ternary", "int8", "int4", "int2", "e1m2", "nvfp4", "mxfp4", "fp8-delayed", "fp8-current", "fp8-row"),
+    *("rows", "rows reused", "tensors reused", "some hp", "qaf", "surrogates", "delayed, surrogates"),
+)
+# Without what is done to a GEMM's operands before they are quantized, which λ = 0 leaves where it is.
+PLAIN = {
+    **{name: named_casts.CASTS[name] for name in NAMED},
+    "W4A16": quantization_aware(None, INT4),
+    "from min to max": quantization_aware(
+        Cast("int8", Scale("fp32", "row")), INT4.replace(scale={"statistic": "minmax"})
+    ),
+}
+CASTS = {
+    **PLAIN,
+    **{name: named_casts.CASTS[name] for name in ("nvfp4-nvidia", "mxfp4-rht", "surrogates, rotated", "channels")},
+    "rotated": NVFP4.replace(hadamard=dict.fromkeys(GEMMS, 16)),
+    "centered": NVFP4.replace(subtract_mean=list(GEMMS)),
+}
+
+
+def tensors(dtype=torch.float32):
+    """Input, with a channel that is far larger, and gradient of the output."""
+    generator = torch.Generator().manual_seed(6)
+    x, g = (torch.randn(TOKENS, size, generator=generator) for size in (IN, OUT))
+    x[:, 5] *= 30
+    return x.to(dtype), g.to(dtype)
+
+
+def blended(original, casts, blend, **kwargs):
+    """A converted copy; λ is set as a tensor, which it stays at 1."""
+    layer = layer_like(original, casts, **kwargs)
+    remember(layer, *REMEMBERED)
+    set_blend(layer, None if blend is None else torch.tensor(blend))
+    return layer
 
 
 @pytest.mark.pairwise(1)
@@ -155,3 +211,95 @@ def test_histories_go_on():
         found[blend] = remembered(histories)
     assert len(found[None]) == len(OPERANDS)
     assert found[0.3] == found[0.0] == found[None]
+
+
+@each("name", CASTS)
+def test_a_backward_pass_has_the_share_of_its_forward_pass(name):
+    """λ of the next micro-batch may be set before this one's backward pass."""
+    original, (x, g) = nn.Linear(IN, OUT), tensors()
+    found = {}
+    for later in (0.3, 0.8):
+        layer, x_ = blended(original, CASTS[name], 0.3), x.clone().requires_grad_()
+        y = layer(x_)
+        layer.lowbit.blend.fill_(later)
+        y.backward(g)
+        found[later] = {"x": x_.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+    identical(found[0.8], found[0.3], "λ was changed in between:")
+
+
+@pytest.mark.parametrize("name", ["ternary", "fp8-current"])
+def test_on_its_way_nothing_is_native(within, name):
+    within(declared("cpu", {"fp8", "int8"}))
+    layer = layer_like(nn.Linear(IN, OUT), name)
+    native = layer.native_gemms(torch.device("cpu"))
+    assert native, "nothing shows"
+    set_blend(layer, 0.5)
+    assert layer.native_gemms(torch.device("cpu")) == ()
+    assert layer.native_gemms(torch.device("cpu"), layer.full_casts) == native, "what it will be, all the way"
+
+
+def test_it_changes_in_place_and_for_all_layers():
+    model, _ = net("int4")
+    share, x = torch.tensor(0.0), torch.randn(16, 32)
+    set_blend(model, share)
+    start = gradients(model, x)
+    for number in (0.5, 0.25):
+        share.fill_(number)
+        found = gradients(model, x)
+        assert not torch.equal(found["y"], start["y"])
+        other, _ = net("int4")
+        set_blend(other, number)
+        identical(found, gradients(other, x), f"λ = {number}:")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("casts", ["ternary", "delayed, surrogates"])
+def test_it_costs_no_compilation_to_change(compiler, casts):
+    model, keys = net(CASTS[casts])
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
+    x, share = torch.randn(16, 32), torch.tensor(0.0)
+    set_blend(model, share)
+    for step, number in enumerate((0.0, 0.25, 0.5, 1.0)):
+        keys.fill_(step)
+        share.fill_(number)
+        identical(gradients(compiled, x), gradients(model, x), f"compiled, λ = {number}:")
+    assert compiler.frame_count == 1, f"{compiler.frame_count} compilations"
+    set_blend(model, None)
+    gradients(compiled, x)
+    assert compiler.frame_count == 2, "all the way is another graph"
+
+
+NUMBERS = (-0.1, 1.1, 2, torch.inf, torch.nan, True, "0.5")
+TENSORS = torch.tensor(1.5), torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.float64)
+
+
+@each(
+    ("blend", "message"),
+    [
+        *((number, rf"blend is λ, .*, 0 or more and at most 1; got {number!r}") for number in NUMBERS),
+        *((tensor, "0-d float32 tensor|at most 1") for tensor in TENSORS),
+    ],
+)
+def test_what_is_no_share_is_refused(blend, message):
+    """When it is set, and not by the kernel that meets it first."""
+    model = convert(Net(), "int4")
+    set_blend(model, 0.5)
+    with pytest.raises(ValueError, match=message):
+        set_blend(model, blend)
+    assert model.first.lowbit.blend == 0.5, "what was refused has been set"
+
+
+def test_numbers_and_copies():
+    model = convert(Net(), "int4")
+    for number in (0, 0.0, 0.5):
+        set_blend(model, number)
+        share = model.first.lowbit.blend
+        assert (share.dtype, share.shape, share.item()) == (torch.float32, (), number)
+        assert model.second.lowbit.blend is share, "layers do not share λ"
+    twin = copy.deepcopy(model)
+    twin.first.lowbit.blend.fill_(0.75)
+    assert model.first.lowbit.blend == 0.5
+    assert list(model.state_dict()) == list(Net().state_dict()), "λ is none of the model's state"
+    for whole in (1, 1.0, None):
+        set_blend(model, whole)
+        assert model.first.lowbit.blend is None
