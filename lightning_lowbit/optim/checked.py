@@ -16,8 +16,9 @@ from lightning_lowbit.optim.passes import SCALARS, scalar_dtype
 from lightning_lowbit.optim.rules import OPTIONS, check_options
 from lightning_lowbit.patterns import clean_name
 
-# Options by which groups of Adams, of Muon and of other optimizers are told apart.
-_TELLING = ("moments", "adam_names")
+# Options by which groups of Adams, of Muon and of other optimizers are told apart: never empty, as sharded checkpoints
+# lack lists without elements.
+_TELLING = ("moments", "ns_steps")
 
 _REMEDY = "Take the checkpoint of the same run, or load the weights alone and start with a new state."
 
