@@ -21,9 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_lowbit._torch import foreach_norm
 from lightning_lowbit._torch.sharding import (
+    averages_gradients,
     flat_handle,
     flat_parameters,
-    has_comm_hook,
     is_flat_buffer,
     is_flattened,
     offset_of_shard,
@@ -48,7 +48,8 @@ def connect(module: nn.Module) -> None:
     `LowBitPrecision` does."""
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
-            _REPLICATED.update(dict.fromkeys(part.parameters(), ref(part)))
+            named = part.module.named_parameters()
+            _REPLICATED.update({p: ref(part) for name, p in named if name not in part.parameters_to_ignore})
     for part in FullyShardedDataParallel.fsdp_modules(module):
         if (handle := flat_handle(part)) is None:
             continue
@@ -85,9 +86,10 @@ def replicas_of(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
     """Returns the ranks that have all of some parameters, with the same gradients; None if they are not known."""
     modules = [_REPLICATED[parameter]() if parameter in _REPLICATED else None for parameter in parameters]
     module = modules[0]
-    if module is None or any(other is not module for other in modules) or has_comm_hook(module):
+    if module is None or any(other is not module for other in modules):
         return None
-    return module.process_group if module.require_backward_grad_sync else None  # within no_sync gradients differ
+    is_synced = averages_gradients(module) and module.require_backward_grad_sync  # which is False within no_sync
+    return module.process_group if is_synced else None
 
 
 def offsets_of(parameter: Tensor) -> tuple[int, ...]:

@@ -31,9 +31,10 @@ def local_tensor(parameter: Any) -> Tensor:
 # --- DDP --------------------------------------------------------------------------------------------------------------
 
 
-def has_comm_hook(module: Any) -> bool:
-    """Tells whether a hook, which need not average gradients over all ranks, is registered with a module of DDP."""
-    return bool(module._comm_hooks)
+def averages_gradients(module: Any) -> bool:
+    """Tells whether a module of DDP averages gradients over all ranks: a registered hook need not, and within ``Join``
+    some ranks have ended."""
+    return not module._comm_hooks and not module._join_config.enable
 
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------

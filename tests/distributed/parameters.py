@@ -2,11 +2,13 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -153,15 +155,17 @@ def broadcasts(seen):
 def matrices_under_ddp(mesh):
     """Broadcasts in a step of Muon where gradients are the same on both ranks, and where they need not be."""
     results = {}
-    for name in ("connected", "not connected", "hook", "no_sync"):
+    for name in ("connected", "not connected", "hook", "no_sync", "join", "ignored"):
         layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        if name == "ignored":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layers, ["0.weight"])
         model = DistributedDataParallel(layers, process_group=mesh.get_group())
         if name == "hook":
             model.register_comm_hook(mesh.get_group(), allreduce_hook)
         if name != "not connected":
             connect(model)
         optimizer = Muon(model.parameters(), adam_names=[])
-        with model.no_sync() if name == "no_sync" else nullcontext():
+        with {"no_sync": model.no_sync, "join": partial(Join, [model])}.get(name, nullcontext)():
             model(torch.ones(2, 4)).sum().backward()
             with CommDebugMode() as seen:
                 optimizer.step()
