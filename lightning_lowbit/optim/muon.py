@@ -200,9 +200,9 @@ def _update(batch: Batch) -> None:
         for number, (i, whole) in enumerate(wholes.items()):
             shares.setdefault((number * size // len(places), whole.shape), []).append(i)
         stacks = {share: torch.stack([wholes.pop(i) for i in numbered]) for share, numbered in shares.items()}
-        stacks |= {
-            share: orthogonalized(stack, group["ns_steps"]) for share, stack in stacks.items() if share[0] == rank
-        }
+        for share in stacks:
+            if share[0] == rank:
+                stacks[share] = orthogonalized(stacks[share], group["ns_steps"])
         for share, stack in stacks.items():
             if size > 1:
                 dist.broadcast(stack, group=ranks, group_src=share[0])

@@ -22,6 +22,8 @@ def test_operands_are_the_first_fields():
 def test_of_starts_from_high_precision_or_takes_casts_as_they_are():
     assert LinearCasts.preset("bf16") == LinearCasts() == LinearCasts(**dict.fromkeys(OPERANDS)) == LinearCasts.of({})
     assert LinearCasts.of({"wgrad_g": {"element": "int4"}}) == LinearCasts(wgrad_g=Cast("int4"))
+    weights = LinearCasts.of({"fprop_w": {"element": "int4"}, "backward": "dequantized"})
+    assert weights == LinearCasts(fprop_w=Cast("int4"), dgrad_w="fprop", wgrad_x="fprop")
     assert LinearCasts.of(SIX) is SIX
 
 
