@@ -105,16 +105,30 @@ def layouts_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tup
     return (x, row, column) if triton.lays_out_both(row, column, x) else None
 
 
-def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, int, torch.dtype] | None:
-    """Returns the size of groups (0 for none), their dimension, and the dtype of a matrix to rotate or measure."""
+class RotationForm(NamedTuple):
+    """The form of a matrix to rotate or measure: the size of groups (0 for none) and their dimension."""
+
+    group: int
+    dim: int
+    dtype: torch.dtype
+    is_measured: bool = False  # by a kernel, since it is large
+
+    def __str__(self) -> str:
+        return f"groups of {self.group}, dim {self.dim}, {self.dtype}" if self.group else f"{self.dtype}"
+
+
+def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> RotationForm | None:
     if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.rotates(x, rotation, dim)):
         return None
-    return (0, 1, x.dtype) if rotation is None else (len(rotation), dim, x.dtype)
+    if rotation is None:
+        return RotationForm(0, 1, x.dtype, x.numel() >= triton.MEASURED)
+    return RotationForm(len(rotation), dim, x.dtype)
 
 
-def rotation_sample(form: tuple[int, int, torch.dtype], device: torch.device) -> tuple[Any, ...] | None:
-    group, dim, dtype = form
+def rotation_sample(form: RotationForm, device: torch.device) -> tuple[Any, ...] | None:
+    group, dim, dtype, is_measured = form
     x, *_ = _normal((64, 160), device=device)
+    x = x.repeat(1, -(-triton.MEASURED // x.numel())) if is_measured else x
     signs = Hadamard(group).diagonal(None, device) if group else None
     return (x.to(dtype), signs, dim) if triton.obstacle(device) is None else None
 

@@ -21,6 +21,8 @@ def plain_scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor |
     """Does :func:`scale_and_round` by plain code; float64 products are computed in float64."""
 
     def view(tensor: Tensor) -> Tensor:  # for `compiled`: [m, 1, n], with sizes of 1 where it broadcasts
+        if tensor.dim() == 3:  # of products with as many rows each
+            tensor = tensor.expand(-1, len(product) // len(tensor), -1).flatten(0, 1)
         return tensor.reshape([1] * (2 - tensor.dim()) + list(tensor.shape)).unsqueeze(1)
 
     others = [view(tensor) for tensor in (*factors, bias) if tensor is not None]
@@ -60,7 +62,8 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
 
     Args:
         product: ``[m, n]``, or the values of an operand; kernels take float32, bfloat16, int8 and int32.
-        factors: at most two, float32, 0-d, ``[m, 1]`` or ``[1, n]``, multiplied one by one.
+        factors: at most two, float32, 0-d, ``[m, 1]`` or ``[1, n]``, multiplied one by one; for products below each
+            other perhaps one ``[products, 1, n]``.
         bias: a tensor that broadcasts to ``[m, n]``, or None.
     """
     return run(SCALE_AND_ROUND, product, [resolved(factor) for factor in factors], resolved(bias), dtype)

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,21 +44,32 @@ class _Memory:
 
     layout: list[object]
     shards: list[ParameterShard]
-    scalars: cpu.Scalars | None = None
+    scalars: Any = None  # of the class of the kernels
 
 
 class KernelPasses(Passes):
     """The passes in kernels; a subclass is for one kind of device."""
+
+    Scalars: ClassVar[Any]  # which reads and writes those of states
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         self._gradients = [None if m.gradient is None else resolved(m.gradient).contiguous() for m in batch.members]
         self._shards = [*map(_with_gradient, _shards(batch), batch.members, self._gradients)]
         self._parameters = self._in_kernels(self._shards)
+        dtypes = {name: scalar_dtype(name, batch.dtype) for name in batch.scalars}
+        states, memory = [member.state for member in batch.members], batch.memory[batch.members[0].number]
+        self._scalars = memory.scalars = self.Scalars(states, dtypes, memory.scalars)
 
     @abstractmethod
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters | gpu.TritonParameters:
         """Hands the shards to the kernels."""
+
+    def load_scalars(self) -> Numbers:
+        return self._scalars.load()
+
+    def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        self._scalars.store(scalars)
 
     def measure(self, weights: bool = False) -> Tensor:
         return self._parameters.measure(weights)
@@ -87,21 +98,10 @@ class KernelPasses(Passes):
 class CppPasses(KernelPasses):
     """The passes in C++, with fp32 statistics."""
 
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(batch)
-        scalars = {name: [member.state[name] for member in batch.members] for name in batch.scalars}
-        dtypes = {name: scalar_dtype(name, batch.dtype) for name in batch.scalars}
-        remembered = batch.memory[batch.members[0].number]
-        self._scalars = remembered.scalars = cpu.Scalars(scalars, dtypes, remembered.scalars)
+    Scalars = cpu.Scalars
 
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters:
         return cpu.CppParameters(shards)
-
-    def load_scalars(self) -> Numbers:
-        return self._scalars.load()
-
-    def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
-        self._scalars.store(scalars)
 
 
 class TritonPasses(KernelPasses):
@@ -111,6 +111,8 @@ class TritonPasses(KernelPasses):
     error has not run: the passes that write into new tensors begin again, and the update goes on with the shards that
     no launch has updated.
     """
+
+    Scalars = gpu.Scalars
 
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> gpu.TritonParameters:
         return gpu.TritonParameters(shards, self.batch.device)

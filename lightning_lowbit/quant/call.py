@@ -33,6 +33,11 @@ class CastCall(NamedTuple):
         """Returns the dtype of the values that are made from a tensor of the dtype ``source``."""
         return self.dtype or operand_dtype(source, self.cast)
 
+    def is_across(self, x: Tensor) -> bool:
+        """Returns whether values lie along the columns in memory: those of one byte on GPUs, whose GEMMs read them
+        along the contraction axis."""
+        return x.is_cuda and self.dim % 2 == 0 and self.values_dtype(x.dtype).itemsize == 1
+
     def shape(self, x: Tensor) -> torch.Size:
         """Returns the shape of the operand of ``x``: a rotation pads it to whole groups."""
         return x.shape if self.rotation is None else rotated_shape(x.shape, self.rotation, self.dim)

@@ -109,7 +109,8 @@ def quantize_operand(
 def empty_operand(x: Tensor, call: CastCall) -> Operand:
     """Memory for an operand of a matrix: its values and, where there is one, its factor."""
     shape = call.shape(x)
-    values = x.new_empty(shape, dtype=call.values_dtype(x.dtype))
+    order = (1, 0) if call.is_across(x) else (0, 1)
+    values = torch.empty_permuted(shape, order, dtype=call.values_dtype(x.dtype), device=x.device)
     if not has_factor(call.cast):
         return Operand(values)
     return Operand(values, x.new_empty(factor_shape(shape, call.cast, call.dim), dtype=torch.float32))
@@ -120,7 +121,8 @@ def make_operand(x: Tensor, call: CastCall) -> Operand:
     cast, dtype = call.cast, call.values_dtype(x.dtype)
     rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # even if ``dtype`` is float32
     scaled, values = round_matrix(x, call, scaled=cast.scale.per_block, dtype=rounded)
-    values = values.to(dtype).contiguous()
+    values = values.to(dtype)
+    values = values.t().contiguous().t() if call.is_across(x) else values.contiguous()
     if not has_factor(cast):
         return Operand(values)
     factor = scaled.factor(x.shape, tile_of(cast, call.dim, 2))

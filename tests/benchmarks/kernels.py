@@ -8,6 +8,7 @@ from the instructions that a multiprocessor issues, and from those of them that 
 """
 
 import argparse
+import inspect
 import json
 import re
 import subprocess
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.gpu import launches
+from lightning_lowbit.kernels.gpu import launches, sizes
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import empty_laid_out
 from lightning_lowbit.nn import OPERANDS, PRESETS
@@ -87,10 +88,11 @@ def launch_of(
     cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: int = 0, target: torch.dtype | None = None
 ) -> Launch:
     """The launch that casts a matrix of ``SHAPE`` whose amax is known, rotated in groups of ``size`` unless it is 0."""
-    x, key, rows = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64), SHAPE[1 - dim :][: cast.scale.two_level == "row"]
+    x, key = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64)
     sums = meta(launches.SUMS, dtype=torch.float64) if cast.scale.statistic == "absmean" else None
     call = CastCall(cast, dim, key, rotation=meta(size) if size else None, dtype=target)
-    return launches.cast_launch(x, call, meta(*rows), sums, *gpu._filled(empty_operand(x, call)))
+    lines = sizes.amaxes_of_lines(x, call)
+    return launches.cast_launch(x, call, meta(lines) if lines else meta(), sums, *gpu._filled(empty_operand(x, call)))
 
 
 def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
@@ -182,8 +184,9 @@ def compile_for(launch: Launch, arch: int) -> Any:
     kernels = gpu._kernels()[0]
     constants, signature, attributes = gpu.compiled_for(launch, arch), {}, {}
     kernel = getattr(kernels, launch.kernel)
+    parameters = inspect.signature(kernel.fn).parameters
     for position, name in enumerate(kernel.arg_names):
-        value = launch.arguments.get(name)
+        value = launch.arguments.get(name, parameters[name].default)
         if name in constants:
             signature[name] = "constexpr"
         elif value is None or (isinstance(value, int) and value == 1):

@@ -46,7 +46,7 @@ def test_every_file_has_a_level():
 
 
 # Modules in Triton's language.
-OF_TRITON = {"codes", "conversions", "device", "kernels", "layouts", "passes", "products", "scales", "tiles"}
+OF_TRITON = {"codes", "device", "kernels", "layouts", "passes", "products", "scales", "tiles"}
 
 
 def test_imports_point_downwards():

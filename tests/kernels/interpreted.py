@@ -6,6 +6,7 @@ Functions take and return what can be pickled, and say in words what differs: an
 
 import contextlib
 import functools
+import unittest.mock
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +102,14 @@ def differences(case):
         return [f"not covered: {reason}"]
     where = f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}"
     return by_operation(CAST, (x, _call(case, dtype=dtype)), where)
+
+
+def differences_along_columns(cases):
+    """Of values that lie along columns, as those on GPUs do."""
+    with unittest.mock.patch.object(CastCall, "is_across", lambda call, x: call.dim == 0):
+        strides = [there(gpu.make_operand, case.x, _call(case, dtype=case.dtype)).values.stride() for case in cases]
+        assert strides == [(1, len(case.x)) for case in cases]
+        return differences(cases)
 
 
 def _call(case, **others):

@@ -149,6 +149,16 @@ def test_elements_in_the_dtypes_of_native_gemms(run):
     assert run(interpreted.differences, cases) == []
 
 
+def test_elements_along_columns_of_memory(run):
+    cases = [
+        Case(Cast(element, Scale("fp32", block), rounding), 0, x, dtype=ELEMENT_FORMATS[element].gemm_dtype)
+        for element in ("e4m3", "int8")
+        for block, rounding in (("row", "nearest"), ("row", "stochastic"), ("tensor", "nearest"))
+        for x in (sample(19, 70), sample(70, 300).t())
+    ]
+    assert run(interpreted.differences_along_columns, cases) == []
+
+
 def test_shards_have_the_random_bits_of_the_whole(run):
     """Also where they begin within four elements that share a hash."""
     tiles, four = NVFP4_TILES.replace(rounding="stochastic"), STOCHASTIC.replace(scale={"two_level": False})
@@ -186,7 +196,8 @@ def test_operands_of_all_products_of_a_stack(run):
 
 
 def test_the_largest_magnitude(run):
-    matrices = [sample(300, 70), sample(70, 30).bfloat16().t(), torch.randn(3, 0)]
+    large = sample(2049, 2050)  # has a kernel
+    matrices = [sample(300, 70), sample(70, 30).bfloat16().t(), torch.randn(3, 0), large, large.bfloat16().t()]
     assert run(interpreted.differences_of_amax, matrices + [torch.tensor([[v, 1.0]]) for v in NANOS]) == []
 
 
@@ -227,7 +238,7 @@ def test_factors_and_bias_behind_gemms(run):
     cases = [
         (product, [random_of(*shape) for shape in factors], bias, dtype)
         for product in (random_of(19, 70), random_of(70, 19).t(), *(random_of(19, 70, dtype=whole) for whole in WHOLE))
-        for factors in ([], [()], [(19, 1)], [(1, 70)], [(19, 1), (1, 70)], [(), (1, 70)])
+        for factors in ([], [()], [(19, 1)], [(1, 70)], [(19, 1), (1, 70)], [(), (1, 70)], [(19, 1), (19, 1, 70)])
         for bias in (None, random_of(70, dtype=torch.bfloat16), random_of(19, 70))
         for dtype in DTYPES[: 2 if factors else 3]
     ]

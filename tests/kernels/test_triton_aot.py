@@ -10,7 +10,7 @@ import torch
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.gpu import launches, stacks
+from lightning_lowbit.kernels.gpu import launches, sizes, stacks
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.operand import empty_operand
@@ -69,7 +69,9 @@ def other_launches():
     for cast, x, dim in itertools.product(casts, (*matrices, meta(33, 7)), (0, 1)):
         key, place = meta(dtype=torch.int64), Shard("group", 0, 0, len(x), 2 * len(x))
         call = CastCall(cast, dim, key, None, torch.float32, place)
-        yield cast, launches.cast_launch(x, call, meta(), None, *gpu._filled(empty_operand(x, call)))
+        lines = sizes.amaxes_of_lines(x, call)
+        amax = meta(lines) if lines else meta()
+        yield cast, launches.cast_launch(x, call, amax, None, *gpu._filled(empty_operand(x, call)))
     yield from stack_launches()
     for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
         cast, x = Cast(element, Scale("fp32", "row")), meta(512, 256)

@@ -102,10 +102,11 @@ class Scalars:
 
     def __init__(
         self,
-        tensors: Mapping[str, Sequence[Tensor]],
+        states: Sequence[Mapping[str, Tensor]],
         dtypes: Mapping[str, torch.dtype],
         before: "Scalars | None" = None,
     ) -> None:
+        tensors = {name: [state[name] for state in states] for name in dtypes}
         self._tensors, self._dtypes = tensors, dtypes  # tensors, so that their memory stays
         self._addresses: dict[str, array[int]] = {}
         for name, scalars in tensors.items():

@@ -5,6 +5,7 @@ from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -173,6 +174,53 @@ class TritonParameters:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+
+class Scalars:
+    """Reads and writes 0-d tensors on a GPU, one for each shard and name, as one tensor [P] for each name.
+
+    They become views of one tensor for each dtype, which is read and written at once. Those of the step before are.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[dict[str, Tensor]],
+        dtypes: Mapping[str, torch.dtype],
+        before: "Scalars | None" = None,
+    ) -> None:
+        self._scalars: list[Tensor] = []
+        self._packed: dict[torch.dtype, Tensor] = {}
+        self._names: dict[torch.dtype, list[str]] = {}
+        for name, dtype in dtypes.items():
+            self._names.setdefault(dtype, []).append(name)
+        scalars = [state[name] for names in self._names.values() for name in names for state in states]
+        if before is not None and before.holds(scalars):
+            self._scalars, self._packed = before._scalars, before._packed
+            return
+        for dtype, names in self._names.items():
+            packed = torch.stack([state[name] for name in names for state in states]).to(dtype)
+            views = packed.unbind()
+            self._scalars += views
+            self._packed[dtype] = packed.view(len(names), len(states))
+            for number, name in enumerate(names):
+                for state, view in zip(states, views[number * len(states) :], strict=False):
+                    state[name] = view
+
+    def holds(self, scalars: Sequence[Tensor]) -> bool:
+        """Returns whether tensors are these views."""
+        return len(scalars) == len(self._scalars) and all(map(is_, scalars, self._scalars))
+
+    def load(self) -> dict[str, Tensor]:
+        return {
+            name: row
+            for dtype, names in self._names.items()
+            for name, row in zip(names, self._packed[dtype].clone().unbind(), strict=True)
+        }
+
+    def store(self, values: Mapping[str, Tensor]) -> None:
+        """Writes tensors [P] by name into the 0-d tensors."""
+        for dtype, names in self._names.items():
+            self._packed[dtype].copy_(torch.stack([values[name] for name in names]))
 
 
 def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:

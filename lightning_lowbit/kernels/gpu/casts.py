@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.gpu import launches
+from lightning_lowbit.kernels.gpu import launches, sizes
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import block_shape, empty_laid_out
 from lightning_lowbit.kernels.memory import are_signs, traits
@@ -29,6 +29,8 @@ from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, empty_operand
 from lightning_lowbit.quant.packed import Packed, empty_packed, per_byte
 from lightning_lowbit.quant.transforms import rotated_shape
+
+MEASURED = 2**22  # elements, from which a kernel measures an amax in less time than torch
 
 _HERE = nullcontext()
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,13 +60,13 @@ def lacks(cast: Cast) -> str | None:
         return "corrected groups or blocks that are not of 2, 4, ... or 1024 elements"
     if scale.block == "tensor" and scale.statistic == "minmax":
         return "the range of a whole tensor"
-    if scale.per_block and math.prod(launches.padded_sides(tile_of(cast, 1, 2))) > launches.LARGEST_BLOCK:
-        return f"blocks of more than {launches.LARGEST_BLOCK} elements"
+    if scale.per_block and math.prod(sizes.padded_sides(tile_of(cast, 1, 2))) > sizes.LARGEST_BLOCK:
+        return f"blocks of more than {sizes.LARGEST_BLOCK} elements"
     return None
 
 
 def _is_uneven(size: int) -> bool:
-    return not 1 < size <= launches.LARGEST_BLOCK or size & (size - 1) != 0
+    return not 1 < size <= sizes.LARGEST_BLOCK or size & (size - 1) != 0
 
 
 def is_rare(cast: Cast) -> bool:
@@ -87,8 +89,8 @@ def covers_both(row: Cast, column: Cast) -> str | None:
 def make_operand(x: Tensor, call: CastCall) -> Operand:
     """Makes the operand of a matrix of any strides in one launch, and one for an amax or a mean."""
     scale, sums, amax = call.cast.scale, None, _amax(x, call)
-    if scale.two_level == "row":
-        amax = torch.linalg.vector_norm(x, torch.inf, call.dim % 2, dtype=torch.float32)
+    if sizes.amaxes_of_lines(x, call):
+        amax = _line_amaxes(x, call.dim % 2)
     if scale.block == "tensor" and scale.statistic == "absmean":
         sums = torch.empty(launches.SUMS, dtype=torch.float64, device=x.device)
         run(launches.sums_launch(x, sums))
@@ -113,6 +115,20 @@ def _amax(x: Tensor, *calls: CastCall) -> Tensor | None:
     return None
 
 
+def _line_amaxes(x: Tensor, dim: int) -> Tensor:
+    """Returns max|x| along a dimension."""
+    if x.stride(dim) == 1:
+        return torch.linalg.vector_norm(x, torch.inf, dim, dtype=torch.float32)
+    return _measured(x if dim == 0 else x.t(), x.shape[1 - dim])
+
+
+def _measured(x: Tensor, *columns: int) -> Tensor:
+    """Returns max|x| of a matrix, or of each of its ``columns``, in one launch and one for zeros."""
+    amax = torch.zeros(columns, dtype=torch.float32, device=x.device)
+    run(launches.peaks_launch(x, amax, bool(columns)))
+    return amax
+
+
 def _filled(operand: Operand) -> tuple[Tensor, Tensor]:
     """Returns values and factor, which kernels write even where it is 1."""
     factor = operand.factor
@@ -126,7 +142,7 @@ def packs(cast: Cast, x: Tensor, dim: int) -> bool:
     if cast.element == "e3m0":
         return False
     sides = tile_of(cast, dim, 2)
-    even = sides == launches.padded_sides(sides) and max(sides) <= 128
+    even = sides == sizes.padded_sides(sides) and max(sides) <= 128
     return even and x.shape[1] % per_byte(cast.format) == 0 and x.numel() > 0
 
 
@@ -149,7 +165,7 @@ def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
         return False
     if cast.element not in ("e2m1", "e4m3"):  # those of GEMMs: codes of six bits have no layout
         return False
-    even = sides == launches.padded_sides(sides) and max(sides) <= 128 and sides[1] % block == 0
+    even = sides == sizes.padded_sides(sides) and max(sides) <= 128 and sides[1] % block == 0
     if cast.scale.four_over_six is not None and 1 not in sides and dim == 0:
         return False  # it sums errors over the rows of a tile before its columns
     return even and block in (16, 32)
@@ -193,6 +209,8 @@ def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, sour
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     """Returns max|x| of a matrix, or of the rotated one: 0-d float32, 0 if empty, not finite if ``x`` is not."""
+    if rotation is None and x.dim() == 2 and MEASURED <= x.numel() < 2**31:
+        return _measured(x.t() if launches.is_transposed(x) else x)
     if rotation is None and x.numel() > 0:
         return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -214,7 +232,7 @@ def rotation_obstacle(cast: Cast, dim: int) -> str | None:
     if scale.correction is not None:  # a rotation of its own is predicted to be faster
         return "corrected groups"
     sides = tile_of(cast, dim, 2)
-    if sides != launches.padded_sides(sides) or sides[0] * sides[1] > 256:
+    if sides != sizes.padded_sides(sides) or sides[0] * sides[1] > 256:
         return "blocks that are not of 1, 2, 4, ... or 256 elements"
     return None
 

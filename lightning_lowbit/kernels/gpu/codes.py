@@ -6,8 +6,7 @@ A program takes ``[blocks, rows of a block, blocks, columns of a block]``, of wh
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.conversions import e4m3_codes
-from lightning_lowbit.kernels.gpu.device import bits_of, float_of, magnitude_bits, stored
+from lightning_lowbit.kernels.gpu.device import bits_of, e4m3_codes, float_of, magnitude_bits, stored
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
 from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, random_at, tile_places
 

@@ -9,12 +9,20 @@ import triton
 import triton.language as tl
 
 from lightning_lowbit.kernels.gpu.codes import pack_blocks, unpack_blocks
-from lightning_lowbit.kernels.gpu.device import float_of, magnitude_bits, narrow, stored, widen
+from lightning_lowbit.kernels.gpu.device import float_of, magnitude_bits, stored, widen
 from lightning_lowbit.kernels.gpu.layouts import lay_out_blocks, lay_out_both
 from lightning_lowbit.kernels.gpu.passes import measure_shards, pass_over_shards, sum_partials
-from lightning_lowbit.kernels.gpu.products import cast_both, delay, measure, measure_stack, scale_and_round
+from lightning_lowbit.kernels.gpu.products import (
+    cast_both,
+    delay,
+    measure,
+    measure_peaks,
+    measure_stack,
+    scale_and_round,
+)
 from lightning_lowbit.kernels.gpu.scales import (
     block_scales,
+    elements_in,
     encode_factor,
     levels_of,
     round_elements,
@@ -28,9 +36,11 @@ from lightning_lowbit.kernels.gpu.tiles import (
     block_places,
     draw_signs,
     first_index,
+    last_first,
     load_elements,
     load_rotated,
     pad_bytes,
+    place_in,
     product_of,
     random_at,
     rotate,
@@ -63,7 +73,8 @@ def cast_blocks(
     program=None,
 ):
     """Casts blocks of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` those of the rotated matrix."""
-    program = tl.program_id(0) if program is None else program
+    if program is None:
+        program = last_first() if CAST.group == 0 else tl.program_id(0)  # or registers spill
     down, right, row, column = block_places(program, columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
@@ -114,6 +125,7 @@ def cast_rows(
     DTYPE: tl.constexpr,
     AXIS: tl.constexpr,
     TILE: tl.constexpr,
+    ORDER: tl.constexpr = 1,
     program=None,
 ):
     """Casts rows (``AXIS`` 1) or columns (0): two loops along them, the second of which reads the cache."""
@@ -164,9 +176,8 @@ def cast_rows(
         elements = widen(tl.load(begin + step.to(tl.int64) * step_stride, mask=mask, other=0.0))
         row, column = (line, step) if AXIS == 1 else (step, line)
         random = random_at(row, column, key, offset, columns, CAST)
-        result = round_elements(elements, scales, by, zeros, random, CAST)
-        result = narrow(result, DTYPE)
-        tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
+        result = elements_in(elements, scales, by, zeros, random, CAST, DTYPE)
+        tl.store(values + place_in(row, column, rows, columns, ORDER), result, mask=mask)
 
 
 @triton.jit
@@ -186,10 +197,13 @@ def cast_tensor(
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
+    AXIS: tl.constexpr = None,
+    ORDER: tl.constexpr = 1,
     program=None,
 ):
-    """Casts with one scale of the whole matrix, from its amax or from ``SUMS`` partial sums of its magnitudes."""
-    program = tl.program_id(0) if program is None else program
+    """Casts with one scale of the whole matrix, from its amax or from ``SUMS`` partial sums of its magnitudes; or with
+    one of each row (``AXIS`` 1) or column (0), from ``amax`` of all of them, or without it from tiles of whole ones."""
+    program = last_first() if program is None else program
     row, column, mask = tile_places(program, rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
@@ -198,16 +212,28 @@ def cast_tensor(
         total = tl.sum(tl.load(sums + tl.arange(0, SUMS)), 0)
         count = tl.maximum(tl.cast(rows, tl.int64) * columns, 1)
         amount = (total / count.to(tl.float64)).to(tl.float32)
-    else:
+    elif AXIS is None:
         amount = tl.load(amax)
+    elif amax is None:
+        amount = float_of(tl.max(magnitude_bits(elements), AXIS, keep_dims=True))
+    elif AXIS == 1:
+        amount = tl.load(amax + row, mask=row < rows, other=0.0)
+    else:
+        amount = tl.load(amax + column, mask=column < columns, other=0.0)
     scales = scales_of(amount, encode, CAST)
-    if program == 0:
+    across = tl.cdiv(columns, TILE[1])
+    if AXIS == 1:
+        is_first = row < tl.where(program % across == 0, rows, 0)
+        tl.store(factor + row, stored_scales(scales, CAST) * decode, mask=is_first)
+    elif AXIS == 0:
+        is_first = column < tl.where(program < across, columns, 0)
+        tl.store(factor + column, stored_scales(scales, CAST) * decode, mask=is_first)
+    elif program == 0:
         tl.store(factor, stored_scales(scales, CAST) * decode)
     by = encode_factor(scales, decode, CAST)
     random = random_at(row, column, key, offset, columns, CAST)
-    result = round_elements(elements, scales, by, 0.0, random, CAST)
-    result = narrow(result, DTYPE)
-    tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
+    result = elements_in(elements, scales, by, 0.0, random, CAST, DTYPE)
+    tl.store(values + place_in(row, column, rows, columns, ORDER), result, mask=mask)
 
 
 @triton.jit
@@ -266,6 +292,6 @@ def cast_stack(
         source = (signs, length, columns)
         cast_blocks(*matrix, CAST, DTYPE, THROUGH, SIDES, PADDED, BLOCKS, *source, ROTATION, program)
     elif KERNEL == "cast_rows":
-        cast_rows(*matrix, CAST, DTYPE, AXIS, TILE, program)
+        cast_rows(*matrix, CAST, DTYPE, AXIS, TILE, 1, program)
     else:
-        cast_tensor(*matrix, None, CAST, DTYPE, TILE, SUMS, program)
+        cast_tensor(*matrix, None, CAST, DTYPE, TILE, SUMS, None, 1, program)

@@ -1,9 +1,4 @@
-"""Launches of the kernels: name, number of programs and arguments, made without a GPU or Triton.
-
-A program has some 32 elements per thread, in a tile that is wide along the axis on which memory is contiguous. Sizes
-and warps are the fastest of those that were tried on an H200 (docs/results/gpu.md). Along columns one warp is: several
-exchange elements through shared memory.
-"""
+"""Launches of the kernels: name, number of programs and arguments, made without a GPU or Triton."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,17 +8,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_lowbit.kernels.gpu.sizes import (
+    amaxes_of_lines,
+    block_tile,
+    line_tile,
+    lines_of,
+    padded_sides,
+    rotated_tile,
+    tile_sides,
+    whole_groups,
+)
 from lightning_lowbit.kernels.layout import block_shape, multiples, round_up
 from lightning_lowbit.kernels.memory import checked
 from lightning_lowbit.kernels.numbers import CastNumbers, cast_numbers
-from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
+from lightning_lowbit.quant.blocks import ALL, tile_of
 from lightning_lowbit.quant.call import CastCall, is_rounded
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
 from lightning_lowbit.quant.scaling import rounding_key
 from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 
-LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
 SUMS = 512  # programs that measure a mean
 
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
@@ -84,13 +88,14 @@ def cast_launch(
     """
     cast, dim, rotation = call.cast, call.dim, call.rotation
     group = 0 if rotation is None else len(rotation)
-    form, size = form_of_cast(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group, call.in_fours(x))
-    amaxes = x.shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
+    lines = lines_of(x, call)
+    kind = (x.dtype, values.dtype, is_transposed(x), group, call.in_fours(x))
+    form, size = form_of_cast(cast.spec, dim, *kind, is_transposed(values), lines)
     arguments = {
         "x": x,
         "values": as_bytes(values),
         "factor": factor,
-        **_outside(x, call, amax, amaxes),
+        **_outside(x, call, amax, amaxes_of_lines(x, call)),
         **_layout(x, rotation, dim),
     }
     counts = _counts(values, size)
@@ -102,28 +107,42 @@ def cast_launch(
 
 @cache
 def form_of_cast(
-    spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int, fours: bool
+    spec: str,
+    dim: int,
+    source: torch.dtype,
+    dtype: torch.dtype,
+    transposed: bool,
+    group: int,
+    fours: bool,
+    across: bool = False,
+    lines: int = 0,
 ) -> tuple[Form, tuple[int, int]]:
     """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0, and
-    the rows and columns of a program. ``fours`` is :meth:`CastCall.in_fours`."""
+    the rows and columns of a program. ``fours`` is :meth:`CastCall.in_fours`, ``lines`` :func:`lines_of`; ``across``
+    values lie along columns."""
     cast = Cast.from_spec(spec)
     tile, constants = tile_of(cast, dim, 2), {"CAST": cast_numbers(cast, fours), "DTYPE": dtype}
+    if across:
+        constants["ORDER"] = 0
     if tile == (ALL, ALL):
-        size = _tile(transposed)
+        size = tile_sides(transposed or across)
         return Form("cast_tensor", {**constants, "TILE": size, "SUMS": SUMS}), size
     if ALL in tile:
         axis = tile.index(ALL)
+        if lines:
+            size, warps = line_tile(axis, lines)
+            return Form("cast_tensor", {**constants, "TILE": size, "SUMS": SUMS, "AXIS": axis}, warps), size
         lines, step, warps = 1, 1024, 4
         if transposed == (axis == 1):  # across memory: 32 KiB in flight
             lines, step, warps = (32, 256, 8) if source == torch.float32 else (32, 512, 16)
         size = (lines, step) if axis == 1 else (step, lines)
         return Form("cast_rows", {**constants, "AXIS": axis, "TILE": size}, warps), size
     padded = padded_sides(tile)
-    rows, columns, warps = _block_tile(transposed, padded, is_light=not group and cast.scale.four_over_six is None)
+    rows, columns, warps = block_tile(transposed, padded, is_light=not group and cast.scale.four_over_six is None)
     if corrected := cast.scale.correction:  # whole groups in a program
         rows, columns, warps = (corrected, 1024 // corrected, 1) if tile[1] == 1 else (2048 // corrected, corrected, 2)
     if group:
-        rows, columns = _whole_groups(rows, columns, group, dim)
+        rows, columns = whole_groups(rows, columns, group, dim)
         constants["ROTATION"] = constants_of_rotation(group, dim)
     blocks = rows // padded[0], columns // padded[1]
     through = source if is_rounded(source, cast) else dtype
@@ -153,7 +172,7 @@ def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, fa
     cast, dim = call.cast, call.dim
     checked("codes and scales", data, torch.uint8, packed_bytes(x.shape[0], x.shape[1], cast, dim), x.device)
     sides = tile_of(cast, dim, 2)
-    rows, columns, warps = _block_tile(is_transposed(x), sides, is_light=cast.scale.four_over_six is None)
+    rows, columns, warps = block_tile(is_transposed(x), sides, is_light=cast.scale.four_over_six is None)
     arguments = {
         "x": x,
         "codes": data,
@@ -191,7 +210,7 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
     ``transposed`` and ``fours`` are :func:`is_transposed` of such a matrix and :meth:`CastCall.in_fours`."""
     cast = Cast.from_spec(spec)
     sides = block_shape(cast, dim)
-    rows, columns, warps = _block_tile(transposed, sides, is_light=False)
+    rows, columns, warps = block_tile(transposed, sides, is_light=False)
     if sides[0] == 1 and sides[1] <= 32 and cast.scale.four_over_six is None:  # a thread has whole blocks
         rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
     if block == 128:  # which GEMMs take as it is
@@ -228,7 +247,7 @@ def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: t
 
 def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
     """Writes ``values`` from the bytes of :func:`pack_launch` for a tensor of the dtype ``source``."""
-    size, through = _tile(is_transposed(values)), source if is_rounded(source, cast) else values.dtype
+    size, through = tile_sides(is_transposed(values)), source if is_rounded(source, cast) else values.dtype
     rows, columns = values.shape
     checked("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim), values.device)
     arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
@@ -238,13 +257,14 @@ def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, value
     return launch("unpack_blocks", _programs(values, size), arguments, constants)
 
 
-def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) -> dict[str, Tensor | None]:
-    """Returns the other inputs of a kernel: the amax of the matrix or of its rows, key and offset of random bits."""
+def _outside(x: Tensor, call: CastCall, amax: Tensor | None, lines: int = 0) -> dict[str, Tensor | None]:
+    """Returns the other inputs of a kernel: the amax of the matrix, or of so many lines, key and offset of random
+    bits."""
     cast, device = call.cast, x.device
-    needs_amax = cast.scale.needs_amax or cast.scale.two_level == "row"
+    needs_amax = lines or cast.scale.needs_amax
     key = rounding_key(cast, call.key, device)
     return {
-        "amax": checked("an amax", amax, torch.float32, amaxes, device) if needs_amax else None,
+        "amax": checked("an amax", amax, torch.float32, lines or 1, device) if needs_amax else None,
         "key": checked("a key", key, torch.int64, 1, device),
         "offset": checked("an offset", call.offset(x), torch.int32, 3, device),
     }
@@ -269,6 +289,14 @@ def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor, dim: int) -> Launch:
     return launch("measure", min(programs, 4096), arguments, constants, warps)
 
 
+def peaks_launch(x: Tensor, amax: Tensor, of_columns: bool) -> Launch:
+    """Raises ``amax`` (float32, 0 before) to max|x| of the matrix (0-d), or of each column."""
+    rows, columns, steps, warps = (128, 64, 8, 4) if of_columns else (16, 1024, 1, 8)
+    arguments = {"x": x, "amax": amax.view(torch.int32), **_layout(x)}
+    constants = {"TILE": (rows, columns), "STEPS": steps, "OF_COLUMNS": of_columns}
+    return launch("measure_peaks", _programs(x, (rows * steps, columns)), arguments, constants, warps)
+
+
 def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
     rows, columns, warps = rotated_tile(is_transposed(x), len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
@@ -278,23 +306,6 @@ def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> La
 
 def constants_of_rotation(size: int, dim: int) -> tuple[int, int, float, float]:
     return (dim, size, *rotation_factors(size))
-
-
-def rotated_tile(transposed: bool, size: int, dim: int) -> tuple[int, int, int]:
-    """Returns rows, columns and warps of a program that rotates groups of a size and does nothing else."""
-    if dim == int(not transposed):  # along memory
-        rows, columns = _whole_groups(*((256, 8) if dim == 0 else (8, 256)), size, dim)
-        return rows, columns, 2
-    return (size, 2048 // size, 1) if dim == 0 else (2048 // size, size, 1)
-
-
-def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, int]:
-    """Returns sides of a program that holds whole groups, with as many elements unless a side would be less than 1."""
-    sides = [rows, columns]
-    more = max(size // sides[dim], 1)
-    sides[dim] *= more
-    sides[1 - dim] = max(sides[1 - dim] // more, 1)
-    return sides[0], sides[1]
 
 
 def bytes_launch(x: Tensor, result: Tensor) -> Launch:
@@ -313,7 +324,7 @@ def sums_launch(x: Tensor, sums: Tensor) -> Launch:
 
 def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
     others = [*factors, *[None] * (2 - len(factors)), bias]
-    size = _tile(is_transposed(product))
+    size = tile_sides(is_transposed(product))
     arguments: dict[str, Any] = {"x": product}
     for name, tensor in zip(("first", "second", "bias"), others, strict=True):
         arguments[name] = None if tensor is None else tensor.contiguous()
@@ -321,6 +332,9 @@ def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor 
     sizes = {"": 1, "rows": product.shape[0], "columns": product.shape[1], "both": product.numel()}
     for name, axes in zip(("first", "second", "bias"), spread, strict=True):
         if (tensor := arguments[name]) is not None:
+            if axes == "columns of products":
+                arguments["each"] = product.shape[0] // len(tensor)
+                sizes[axes] = len(tensor) * product.shape[1]
             checked("a factor or bias", tensor, tensor.dtype, sizes[axes], product.device)
     constants = {"SPREAD": spread, "TILE": size, "DTYPE": result.dtype}
     arguments |= {"result": result, **_layout(product)}
@@ -337,34 +351,9 @@ def is_transposed(x: Tensor) -> bool:
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
-def padded_sides(tile: Tile) -> Tile:
-    return _power_of_two(tile[0]), _power_of_two(tile[1])
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns elements and scales of one byte as bytes, which the kernels write."""
     return tensor.view(torch.uint8) if tensor.dtype in _BYTES else tensor
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def _tile(transposed: bool) -> tuple[int, int]:
-    """Rows and columns of a program."""
-    return (64, 64) if transposed else (8, 512)
-
-
-def _block_tile(transposed: bool, block: Tile, is_light: bool) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program that holds whole blocks, such that nothing spills."""
-    if block[1] == 1 and 8 <= block[0] <= 64 and not transposed:
-        return block[0], (2048 if is_light else 1024) // block[0], 1  # one warp: columns need no shared memory
-    rows, columns = _tile(transposed)
-    if block[0] > rows:
-        return block[0], max(4096 // block[0], block[1], 8), 2 if block[1] == 1 else 4
-    if block[1] > columns:
-        return max(4096 // block[1], block[0], 8 if transposed else 1), block[1], 4
-    return rows, columns, 4
 
 
 def _layout(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> dict[str, Any]:
@@ -387,9 +376,11 @@ def _programs(x: Tensor, size: tuple[int, int]) -> int:
 
 
 def _axes(tensor: Tensor | None) -> str:
-    """Returns how a factor or a bias spreads over a matrix: "", "rows", "columns" or "both"."""
+    """Returns how a factor or a bias spreads over a matrix: "", "rows", "columns", "columns of products" or "both"."""
     if tensor is None or tensor.numel() == 1:
         return ""
+    if tensor.dim() == 3:
+        return "columns of products"
     if tensor.dim() == 1 or tensor.shape[0] == 1:
         return "columns"
     return "rows" if tensor.shape[1] == 1 else "both"

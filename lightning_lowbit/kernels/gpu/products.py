@@ -5,7 +5,14 @@ import triton.language as tl
 
 from lightning_lowbit.kernels.gpu.device import magnitude_bits, narrow, stored, widen
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, tensor_scales
-from lightning_lowbit.kernels.gpu.tiles import load_elements, load_rotated, product_of, random_at, tile_places
+from lightning_lowbit.kernels.gpu.tiles import (
+    last_first,
+    load_elements,
+    load_rotated,
+    product_of,
+    random_at,
+    tile_places,
+)
 
 
 @triton.jit
@@ -35,24 +42,26 @@ def scale_and_round(
     SPREAD: tl.constexpr,
     TILE: tl.constexpr,
     DTYPE: tl.constexpr,
+    each=None,
 ):
-    """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
+    """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes; a
+    product has ``each`` rows."""
     OF_FIRST: tl.constexpr = SPREAD[0]
     OF_SECOND: tl.constexpr = SPREAD[1]
     OF_BIAS: tl.constexpr = SPREAD[2]
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     values = load_elements(x, row, column, row_stride, column_stride, mask)
     if first is not None:
-        values = values * _spread(first, row, column, rows, columns, OF_FIRST)
+        values = values * _spread(first, row, column, rows, columns, each, OF_FIRST)
     if second is not None:
-        values = values * _spread(second, row, column, rows, columns, OF_SECOND)
+        values = values * _spread(second, row, column, rows, columns, each, OF_SECOND)
     if bias is not None:
-        values = values + _spread(bias, row, column, rows, columns, OF_BIAS)
+        values = values + _spread(bias, row, column, rows, columns, each, OF_BIAS)
     tl.store(result + (row.to(tl.int64) * columns + column), narrow(values, DTYPE), mask=mask)
 
 
 @triton.jit
-def _spread(tensor, row, column, rows, columns, AXES: tl.constexpr):
+def _spread(tensor, row, column, rows, columns, each, AXES: tl.constexpr):
     """Contiguous values that broadcast over a tile of a matrix."""
     if AXES == "":
         return widen(tl.load(tensor))
@@ -61,7 +70,8 @@ def _spread(tensor, row, column, rows, columns, AXES: tl.constexpr):
     elif AXES == "columns":
         return widen(tl.load(tensor + column, mask=column < columns, other=0.0))
     else:
-        at = row.to(tl.int64) * columns + column
+        line = row // each if AXES == "columns of products" else row
+        at = line.to(tl.int64) * columns + column
         return widen(tl.load(tensor + at, mask=(row < rows) & (column < columns), other=0.0))
 
 
@@ -92,6 +102,33 @@ def measure_stack(
         signs += number * SIGNS
         elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION)
     tl.atomic_max(amax + number, tl.max(magnitude_bits(elements)))
+
+
+@triton.jit
+def measure_peaks(
+    x,
+    amax,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    OF_COLUMNS: tl.constexpr,
+):
+    """Raises the bits of the amax of a matrix, or of each column; a program has ``STEPS`` tiles below each other."""
+    across = tl.cdiv(columns, TILE[1])
+    down, right = tl.program_id(0) // across * STEPS, tl.program_id(0) % across
+    column = right * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    peaks = tl.zeros(TILE, tl.int32)
+    for step in range(STEPS):
+        row = (down + step) * TILE[0] + tl.arange(0, TILE[0])[:, None]
+        elements = load_elements(x, row, column, row_stride, column_stride, (row < rows) & (column < columns))
+        peaks = tl.maximum(peaks, magnitude_bits(elements))
+    if OF_COLUMNS:
+        tl.atomic_max(amax + column, tl.max(peaks, 0, keep_dims=True), mask=column < columns)
+    else:
+        tl.atomic_max(amax, tl.max(peaks))
 
 
 @triton.jit
@@ -153,7 +190,7 @@ def cast_both(
     TILE: tl.constexpr,
 ):
     """Casts in blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1, from one read."""
-    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
+    row, column, mask = tile_places(last_first(), rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
     target = row.to(tl.int64) * columns + column
 

@@ -7,15 +7,17 @@ function takes none of its fields as an argument, which Triton 3.6 does not comp
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.conversions import e4m3_rounded
 from lightning_lowbit.kernels.gpu.device import (
     at_least,
     at_most,
     bits_of,
     drawn_of,
+    e4m3_rounded,
     float_of,
+    fp8_codes,
     magnitude_bits,
     mixed_halves,
+    narrow,
     random_bits,
     round_nearest,
     round_stochastic,
@@ -259,3 +261,15 @@ def round_elements(x, scales, factor, zeros, random, CAST: tl.constexpr):
         return codes * stored_scales(scales, CAST)
     else:
         return codes
+
+
+@triton.jit
+def elements_in(x, scales, factor, zeros, random, CAST: tl.constexpr, DTYPE: tl.constexpr):
+    """Does :func:`round_elements` to a dtype; to FP8 by the instruction of a GPU that has one."""
+    E5M2: tl.constexpr = DTYPE == tl.float8e5
+    if CAST.capability >= 89 and (E5M2 or DTYPE == tl.float8e4nv) and not CAST.stochastic:
+        if CAST.is_tensor:
+            x = x + (x - x)
+        return fp8_codes(x * factor, E5M2)
+    else:
+        return narrow(round_elements(x, scales, factor, zeros, random, CAST), DTYPE)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.gpu import casts, launches
+from lightning_lowbit.kernels.gpu import casts, launches, sizes
 from lightning_lowbit.kernels.gpu.launches import Form, Launch
 from lightning_lowbit.kernels.memory import checked, ends_on
 from lightning_lowbit.quant.call import CastCall, has_factor
@@ -117,7 +117,7 @@ def _measuring_form(transposed: bool, dim: int, group: int, signs: int, products
     rows, columns, warps = (64, 64, 4) if transposed else (8, 512, 4)
     constants: dict[str, Any] = {"PRODUCTS": products, "SIGNS": signs}
     if group:
-        rows, columns, warps = launches.rotated_tile(transposed, group, dim)
+        rows, columns, warps = sizes.rotated_tile(transposed, group, dim)
         constants["ROTATION"] = launches.constants_of_rotation(group, dim)
     return Form("measure_stack", {"TILE": (rows, columns), **constants}, warps), (rows, columns)
 

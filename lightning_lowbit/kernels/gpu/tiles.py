@@ -20,6 +20,13 @@ from lightning_lowbit.kernels.gpu.device import (
 
 
 @triton.jit
+def last_first():
+    """Returns the number of a program, from the last to the first: an amax was measured from the first element to the
+    last, and memory that was read last is in the cache."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
 def tile_places(tile, rows, columns, TILE: tl.constexpr):
     """Computes rows, columns and the mask of a tile; tiles are numbered along the rows."""
     across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
@@ -93,6 +100,12 @@ def first_index(down, right, offset, width, SIDES: tl.constexpr, BLOCKS: tl.cons
     column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1]
     stride, first = place_of(offset, width)
     return row.to(tl.uint32) * stride + column.to(tl.uint32) + first
+
+
+@triton.jit
+def place_in(row, column, rows, columns, ORDER: tl.constexpr):
+    """Computes places of elements in a matrix whose memory is contiguous along the axis ``ORDER``."""
+    return row.to(tl.int64) * columns + column if ORDER == 1 else column.to(tl.int64) * rows + row
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def _products(left: StackOperand, right: StackOperand, dtype: torch.dtype) -> Te
     assert ends is not None and right.ends == ends
     with _counted_as(m, rows, n):
         product = _grouped_mm(_padded(left.values.t(), 1).t(), _padded(right.values, 1), ends)[:, :m, :n]
-    factors = [_spread(factor, m, n) for factor in (left.factor, right.factor) if factor is not None]
+    factors = [_spread(factor, m) for factor in (left.factor, right.factor) if factor is not None]
     result = finish(product.flatten(0, 1), factors, None, dtype).view(-1, m, n)
     if any(start == end for start, end in pairwise((0, *ends))):  # GEMMs may leave those unwritten
         offsets = ends_on(result.device, ends)[: len(ends)]
@@ -63,11 +63,12 @@ def _products(left: StackOperand, right: StackOperand, dtype: torch.dtype) -> Te
     return result
 
 
-def _spread(factor: Tensor, m: int, n: int) -> Tensor:
-    """Returns factors of products for their rows, one below the other: ``[products · m, 1]``, or of each element."""
+def _spread(factor: Tensor, m: int) -> Tensor:
+    """Returns factors of products for their rows, one below the other, ``[products · m, 1]``; or for their columns,
+    ``[products, 1, n]``."""
     if factor.dim() == 1:
         factor = factor[:, None, None].expand(-1, m, 1)
-    return (factor if factor.shape[2] == 1 else factor.expand(-1, m, n)).reshape(len(factor) * m, -1)
+    return factor.reshape(-1, 1) if factor.shape[1:] == (m, 1) else factor
 
 
 def sums_of_rows(g: Tensor, ends: tuple[int, ...]) -> Tensor:

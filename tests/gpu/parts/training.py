@@ -30,7 +30,7 @@ CLASSES = {
     "nvfp4, saved codes": partial(LowBitPrecision, "nvfp4", save="codes"),
 }
 SAME = ("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-delayed", "ternary")
-COMPILED = (("nvfp4", None), ("nvfp4", "reduce-overhead"), ("fp8-delayed", "reduce-overhead"))
+COMPILED = (("nvfp4", None), ("nvfp4", "reduce-overhead"), ("fp8-delayed", "reduce-overhead"), ("fp8-row", None))
 OPTIMIZERS = {
     "StableSPAM": partial(StableSPAM, lr=RATE),
     "moments in FP8": partial(LowBitAdamW, lr=RATE, moments="fp8"),

@@ -307,7 +307,7 @@ class _Program:
             codes = torch.from_numpy(np.array(self.value(sources[0], "u16")).view(np.uint8))
             result = codes.view(FP8[of]).to(torch.float16).numpy().view(np.uint32)
         elif to in ("bf16x2", "bf16"):
-            halves = [bfloat16(self.value(source, "f32")) for source in sources]
+            halves = [bfloat16(self.value(source, of).astype(np.float32)) for source in sources]
             result = halves[0] if to == "bf16" else halves[0].astype(np.uint32) << np.uint32(16) | halves[1]
         elif of == "bf16":
             result = self.value(sources[0], "u16").astype(np.uint32) << np.uint32(16)

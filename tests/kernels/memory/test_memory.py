@@ -230,9 +230,9 @@ def test_numbers_of_rules_are_one_for_each_shard():
     with pytest.raises(ValueError, match="need taken as 0 contiguous elements of torch.bool"):
         adam.CppParameters([]).update(Decision(None, {"factor": ONES(0), "taken": ONES(0)}), sums=False)
     with pytest.raises(ValueError, match="need steps as 1 contiguous elements of torch.int64"):
-        adam.Scalars({"steps": [ONES(())]}, {"steps": torch.int64})
+        adam.Scalars([{"steps": ONES(())}], {"steps": torch.int64})
     with pytest.raises(ValueError, match="need mean as 1 "):
-        adam.Scalars({"mean": [ONES(()), ONES(3)]}, {"mean": torch.float32})
+        adam.Scalars([{"mean": ONES(())}, {"mean": ONES(3)}], {"mean": torch.float32})
 
 
 # --- signs ------------------------------------------------------------------------------------------------------------
