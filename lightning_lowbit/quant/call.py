@@ -36,7 +36,7 @@ class CastCall(NamedTuple):
     def is_across(self, x: Tensor) -> bool:
         """Returns whether values lie along the columns in memory: those of one byte on GPUs, whose GEMMs read them
         along the contraction axis."""
-        return x.is_cuda and self.dim % 2 == 0 and self.values_dtype(x.dtype).itemsize == 1
+        return x.device.type != "cpu" and self.dim % 2 == 0 and self.values_dtype(x.dtype).itemsize == 1
 
     def shape(self, x: Tensor) -> torch.Size:
         """Returns the shape of the operand of ``x``: a rotation pads it to whole groups."""

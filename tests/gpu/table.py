@@ -58,7 +58,7 @@ PARTS = {
         Part("compile", "kernels of presets and optimizers compile, and spill no register", 45, 40, 16),
         Part("kernels", "`tests/kernels`: the bits of plain code on the CPU", 95, 60, 16, interpreted=True),
         Part("agreement", "large matrices, and plain code on the GPU: the same bits", 70, 50, 16, interpreted=True),
-        Part("native", "native GEMMs: exact sums to the bit, others within two roundings", 55, 30, 6),
+        Part("native", "native GEMMs: exact sums to the bit, others within two roundings", 55, 50, 6),
         Part("training", "40 steps in every preset: the loss falls by 30 %, close to bf16's", 90, 60, 8),
         Part("casts", "times of kernels", 35, 15, interpreted=True),
         Part("layers", "times of a layer beside `nn.Linear`", 100, 25),

@@ -36,7 +36,6 @@ from lightning_lowbit.kernels.gpu.tiles import (
     block_places,
     draw_signs,
     first_index,
-    last_first,
     load_elements,
     load_rotated,
     pad_bytes,
@@ -73,8 +72,7 @@ def cast_blocks(
     program=None,
 ):
     """Casts blocks of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` those of the rotated matrix."""
-    if program is None:
-        program = last_first() if CAST.group == 0 else tl.program_id(0)  # or registers spill
+    program = tl.program_id(0) if program is None else program
     down, right, row, column = block_places(program, columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
@@ -203,7 +201,7 @@ def cast_tensor(
 ):
     """Casts with one scale of the whole matrix, from its amax or from ``SUMS`` partial sums of its magnitudes; or with
     one of each row (``AXIS`` 1) or column (0), from ``amax`` of all of them, or without it from tiles of whole ones."""
-    program = last_first() if program is None else program
+    program = tl.program_id(0) if program is None else program
     row, column, mask = tile_places(program, rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
 

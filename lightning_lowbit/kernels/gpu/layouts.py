@@ -9,7 +9,7 @@ import triton.language as tl
 from lightning_lowbit.kernels.gpu.codes import code_of, code_of_scale, joined_codes
 from lightning_lowbit.kernels.gpu.device import e2m1_codes, fp8_codes
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
-from lightning_lowbit.kernels.gpu.tiles import last_first, load_elements, places_of, random_at
+from lightning_lowbit.kernels.gpu.tiles import load_elements, places_of, random_at
 
 
 @triton.jit
@@ -40,8 +40,7 @@ def lay_out_blocks(
     axis along which memory is.
     """
     across = tl.cdiv(tl.cdiv(columns, 4 * SCALED) * (4 * SCALED), SIDES[1] * BLOCKS[1])
-    program = last_first()
-    down, right = program // across, program % across
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
     at = (rows, columns, row_stride, column_stride, down, right)
     _lay_out(x, codes, scales_at, factor, amax, key, offset, at, CAST, SIDES, BLOCKS, DIM, SCALED, PADDED, CONTIGUOUS)
 
@@ -74,8 +73,7 @@ def lay_out_both(
     """Does :func:`lay_out_blocks` for blocks of ``SIZE`` along rows and along columns. A program has a square
     ``TILE``, which it reads twice: the second time from a cache."""
     across = tl.cdiv(columns, 128) * 128 // TILE[1]
-    program = last_first()
-    down, right = program // across, program % across
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
     blocks: tl.constexpr = (TILE[0], TILE[1] // SIZE)
     sides: tl.constexpr = (1, SIZE)
     row = (codes_row, scales_row, factor_row, amax_row, key_row, None)

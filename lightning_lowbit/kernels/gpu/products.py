@@ -5,14 +5,7 @@ import triton.language as tl
 
 from lightning_lowbit.kernels.gpu.device import magnitude_bits, narrow, stored, widen
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, tensor_scales
-from lightning_lowbit.kernels.gpu.tiles import (
-    last_first,
-    load_elements,
-    load_rotated,
-    product_of,
-    random_at,
-    tile_places,
-)
+from lightning_lowbit.kernels.gpu.tiles import load_elements, load_rotated, product_of, random_at, tile_places
 
 
 @triton.jit
@@ -190,7 +183,7 @@ def cast_both(
     TILE: tl.constexpr,
 ):
     """Casts in blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1, from one read."""
-    row, column, mask = tile_places(last_first(), rows, columns, TILE)
+    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
     target = row.to(tl.int64) * columns + column
 

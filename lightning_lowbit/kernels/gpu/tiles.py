@@ -20,13 +20,6 @@ from lightning_lowbit.kernels.gpu.device import (
 
 
 @triton.jit
-def last_first():
-    """Returns the number of a program, from the last to the first: an amax was measured from the first element to the
-    last, and memory that was read last is in the cache."""
-    return tl.num_programs(0) - 1 - tl.program_id(0)
-
-
-@triton.jit
 def tile_places(tile, rows, columns, TILE: tl.constexpr):
     """Computes rows, columns and the mask of a tile; tiles are numbered along the rows."""
     across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
