@@ -80,6 +80,8 @@ def decode(values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """Returns a contiguous matrix of one-byte elements, with zeros below and to the right, by the fastest code."""
+    if not rows and not columns and matrix.is_contiguous() and 1 not in matrix.shape:
+        return matrix  # a single row or column may lack the strides that GEMMs need
     return run(PAD, matrix, rows, columns)
 
 

@@ -365,11 +365,12 @@ def weigh(batch: Batch, decay: float) -> Tensor | float:
     weight1, weights = growing_weight(1 - halving_decay(decay, numbers, rules.total_steps), mean_weight)
     numbers["mean_weight"] = torch.where(taken, weights, mean_weight)
     lr = group["lr"].to(weight, non_blocking=True) if isinstance(group["lr"], Tensor) else group["lr"]
-    factor = torch.where(taken, numbers["factor"], 0.0)  # a square that does not fit, times a weight of 0, is NaN
+    factor = torch.where(taken, numbers["factor"], batch.zero)  # not a square too large times 0
     numbers["factor"] = -factor if group["maximize"] else factor
     numbers["weight1"] = weight1 * weight  # 1 after a reset: the past is gone
-    numbers["rate"] = lr * weight * _warmth(numbers, rules.warmup_steps)
-    numbers["decay"] = lr * weight * group["weight_decay"]
+    rate = lr * weight
+    numbers["rate"] = rate * _warmth(numbers, rules.warmup_steps) if rules.warmup_steps else rate
+    numbers["decay"] = rate * group["weight_decay"]
     return lr
 
 
@@ -397,7 +398,5 @@ def _update(batch: Batch) -> None:
 def _warmth(numbers: Numbers, warmup_steps: int) -> Tensor:
     """Share of the learning rate [P]: after each reset a cosine from 0.01 to 1 over ``warmup_steps``."""
     weight, k = numbers["weight"], numbers["steps_since_reset"]
-    if not warmup_steps:
-        return torch.ones_like(weight)
     rising = cosine(_WARMUP_FROM, 1.0, k, warmup_steps, weight.dtype)
     return torch.where(numbers["steps"] > k, rising, 1.0)  # the start is no reset

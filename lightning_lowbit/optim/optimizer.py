@@ -210,7 +210,7 @@ def _measure(batches: Sequence[Batch]) -> None:
     largest = torch.cat([amaxes[0].to(rows[0].device) for amaxes in rows]).amax()
     all_groups = tuple(dict.fromkeys(chain.from_iterable(groups)))
     *rows, largest = all_reduce_([*rows, largest], [*groups, all_groups], dist.ReduceOp.MAX)
-    finite = largest.isfinite()
+    finite = largest < torch.inf  # none of them is NaN
     for batch, amaxes in zip(batches, rows, strict=True):
         batch.finite = finite.to(batch.device)
         _clip_elements(batch, amaxes)
@@ -237,15 +237,15 @@ def _clip_elements(batch: Batch, amaxes: Tensor) -> None:
     taken = batch.finite & (amax >= 0)
     if interval is not None:
         reset = taken & ((numbers["steps"] + 1) % interval == 0)
-        numbers["steps_since_reset"] = torch.where(reset, 0, numbers["steps_since_reset"])
-        numbers["mean_weight"] = torch.where(reset, 0.0, numbers["mean_weight"])
+        numbers["steps_since_reset"] = numbers["steps_since_reset"].masked_fill(reset, 0)
+        numbers["mean_weight"] = numbers["mean_weight"].masked_fill(reset, 0.0)
     numbers |= {"amax": amax, "taken": taken, "weight": taken.to(batch.dtype)}
     if len(amaxes) > 1:
         numbers["weight_amax"] = amaxes[1]
-    largest = batch.rules.elements.decide(torch.where(taken, amax, 0.0), numbers)
+    largest = batch.rules.elements.decide(torch.where(taken, amax, batch.zero), numbers)
     # Squares are summed in units of the largest element after the clip where they would not fit otherwise.
     fits = (largest > _SMALL) & (largest < _LARGE)
-    numbers["unit"] = torch.where(fits, 1.0, largest.clamp(min=torch.finfo(batch.dtype).tiny))
+    numbers["unit"] = largest.clamp(min=torch.finfo(batch.dtype).tiny).masked_fill(fits, 1.0)
     numbers["changed"] = torch.zeros_like(amax)
     batch.numbers = numbers
 
@@ -269,7 +269,7 @@ def _set_norms(batches: Sequence[Batch]) -> None:
     sums = [batch.sums for batch in batches if batch.sums is not None]
     rows_of_batches = all_reduce_(sums, [batch.groups for batch in batches], dist.ReduceOp.SUM)
     for batch, rows in zip(batches, rows_of_batches, strict=True):
-        squares, changed = torch.where(batch.numbers["taken"], rows, 0.0)
+        squares, changed = torch.where(batch.numbers["taken"], rows, batch.zero)
         norm = squares.sqrt()
         whole = (norm * batch.numbers["unit"]).clamp_(max=torch.finfo(rows.dtype).max)
         batch.numbers |= {"norm": whole, "norm_after": whole, "norm_in_units": norm, "changed": changed}

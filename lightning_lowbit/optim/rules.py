@@ -121,7 +121,7 @@ def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> 
     With no step before, it is exactly 1 and nothing older survives, which is also how moments are reset.
     """
     log_decay = math.log(decay) if decay > 0 else -1e30  # γ = 0: expm1 gives 0 or -1, times γ = 0
-    return 1 / (1 - decay / (1 - decay) * torch.expm1(steps_before.to(dtype) * log_decay))
+    return (1 - decay / (1 - decay) * torch.expm1(steps_before.to(dtype) * log_decay)).reciprocal()
 
 
 def step_weight(numbers: Numbers, decay: float, steps_before: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class AdaClip(ElementRule):
     def decide(self, amax: Tensor, numbers: Numbers) -> Tensor:
         threshold = numbers["threshold"].lerp_(amax, step_weight(numbers, self.gamma3, numbers["steps"]))
         numbers["limit"] = threshold
-        numbers["ratio"] = torch.where(amax > threshold, threshold / amax, 1.0)
+        numbers["ratio"] = (threshold / amax).masked_fill(amax <= threshold, 1.0)
         return torch.minimum(amax, threshold)
 
     @staticmethod
