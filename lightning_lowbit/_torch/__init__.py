@@ -51,6 +51,11 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether ``torch.compile`` or ``module.compile`` has compiled a module."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Returns the module within ``torch.compile``'s wrapper, or the module itself."""
     while type(module).__name__ == "OptimizedModule":

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_lowbit._torch import is_compiled
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import quantized_layers
@@ -17,10 +18,13 @@ from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.report.blocks import Table, Text
 from lightning_lowbit.report.formatting import name_range, without_numbers
 
+WIDE = 2**24  # weights of a layer, of 4096 x 4096: from there on an H200 computed for longer than its host took
+
 
 def layers_and_casts(model: nn.Module, dtype: torch.dtype) -> list[Table | Text]:
-    """Returns the tables of layers and of casts, and why GEMMs are emulated, for a compute dtype."""
-    return [layer_table(model, dtype), *_cast_legend(model), *native_notes(model, dtype)]
+    """Returns the tables of layers and of casts, why GEMMs are emulated, and whether Python limits them, for a compute
+    dtype."""
+    return [layer_table(model, dtype), *_cast_legend(model), *native_notes(model, dtype), *host_notes(model)]
 
 
 def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
@@ -84,6 +88,18 @@ def native_notes(model: nn.Module, dtype: torch.dtype) -> list[Text]:
         for gemm, reason in layer.emulated_because(layer.device, dtype).items():
             notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
     return [Text(note) for note in notes]
+
+
+def host_notes(model: nn.Module, kind: str = "cuda") -> list[Text]:
+    """Says that small layers on devices of a kind wait for Python, where nothing is compiled."""
+    layers = [layer for layer in quantized_layers(model).values() if layer.weight is not None]
+    sizes = [layer.weight.numel() for layer in layers if layer.device.type == kind]
+    mean = sum(sizes) // max(len(sizes), 1)
+    if not 0 < mean < WIDE or any(map(is_compiled, model.modules())):
+        return []
+    text = f"On a GPU layers of {_count(mean)} weights, as here on average, wait for Python; on an H200 those of "
+    text += f"{_count(WIDE)} did not. In CUDA graphs nothing waits: network.compile(mode='reduce-overhead')."
+    return [Text(text)]
 
 
 def speed_on_cpu(model: nn.Module, dtype: torch.dtype) -> Speed | None:

@@ -14,8 +14,9 @@ from lightning_lowbit import (
     PrecisionSummary,
     PrecisionSwitch,
     QAFSwitch,
+    convert,
 )
-from lightning_lowbit.callbacks.layer_table import layer_table
+from lightning_lowbit.callbacks.layer_table import host_notes, layer_table
 from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import plain
@@ -108,6 +109,16 @@ def test_says_why_gemms_are_emulated(capsys, make, reason):
     with declared("cpu", ()):
         fit(PrecisionSummary(), plugin=make())
     assert f"Emulated, fprop, dgrad, wgrad of {reason}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_says_that_small_layers_on_a_gpu_wait_for_python():
+    model = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), "fp8-row")
+    assert host_notes(model) == []
+    (note,) = host_notes(model, "cpu")
+    assert note.text.startswith("On a GPU layers of 3.07 k weights, as here on average, wait for Python")
+    assert host_notes(convert(nn.Sequential(nn.Linear(4096, 4096, device="meta")), "fp8-row"), "meta") == []
+    model.compile()
+    assert host_notes(model, "cpu") == []
 
 
 def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch, within):
