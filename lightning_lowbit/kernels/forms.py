@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.gpu import casts as triton
+from lightning_lowbit.kernels.gpu.sizes import lines_of
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import pack, per_byte
@@ -21,7 +22,7 @@ _PRODUCTS = (torch.float32, torch.bfloat16, torch.int32, torch.int8)
 
 class CastForm(NamedTuple):
     """The form of a cast: ``group`` is the size of rotated groups or 0, ``block`` and ``fours`` (``in_fours``)
-    are those of :class:`CastCall`."""
+    are those of :class:`CastCall`, ``lines`` is :func:`~lightning_lowbit.kernels.gpu.sizes.lines_of`."""
 
     spec: str
     dim: int
@@ -30,6 +31,7 @@ class CastForm(NamedTuple):
     group: int = 0
     block: int = 0
     fours: bool = True
+    lines: int = 0
 
     def __str__(self) -> str:
         rotated = f", rotated by {self.group}" if self.group else ""
@@ -40,7 +42,8 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
     """Returns the form of a cast of a whole matrix, or of a shard that needs no other process."""
     if not 0 < x.numel() < 2**31 or x.dim() != 2 or not call.is_regular(x.device) or not call.stands_alone():
         return None
-    return form_of(x, call)
+    form = form_of(x, call)
+    return None if form is None else form._replace(lines=lines_of(x, call))
 
 
 def form_of(x: Tensor, call: CastCall) -> CastForm | None:
@@ -185,8 +188,14 @@ def elements_of(form: CastForm, device: torch.device, *sizes: int) -> Tensor:
 
 
 def _sample(form: CastForm, device: torch.device, rows: int = 64) -> tuple[Tensor, CastCall]:
-    """Returns a matrix ``[rows, 160]``, and how it is cast."""
-    x = elements_of(form, device, rows)
+    """Returns a matrix ``[rows, 160]``, or one with lines of the form, and how it is cast."""
+    x, dim = elements_of(form, device, rows), form.dim % 2
+    if form.lines > 0:
+        many = (form.lines // x.shape[dim] - 1) | 1  # odd, so that `fours` stays
+        x = elements_of(form, device, rows * many)
+        x = x if dim == 0 else x.view(rows, -1)
+    if form.lines and (form.lines > 0) == (dim == 0):  # columns lie in memory
+        x = x.t().contiguous().t()
     key = torch.tensor(_KEY, device=device)
     signs = Hadamard(form.group).diagonal(None, device) if form.group else None
     return x, CastCall(Cast.from_spec(form.spec), form.dim, key, None, form.dtype, None, signs, form.block)

@@ -258,11 +258,12 @@ class Adaptive(ClippedOptimizer):
         for batch in batches:
             batch.store_scalars()
             for member in batch.members:
+                parameter, state = member.parameter, self.state[member.parameter]
                 # Only now, and not before the first gradient: most optimizers expect an empty state at first. An empty
                 # shard of FSDP1 never has a gradient; its statistics are stored nevertheless.
-                if member.parameter.grad is not None or not member.parameter.numel():
-                    self.state[member.parameter].update(member.state)
-                    self._set_aside.pop(member.parameter, None)
+                if state or parameter.grad is not None or not parameter.numel():
+                    state.update(member.state)
+                    self._set_aside.pop(parameter, None)
 
 
 @contextmanager

@@ -59,7 +59,8 @@ class KernelPasses(Passes):
         self._parameters = self._in_kernels(self._shards)
         dtypes = {name: scalar_dtype(name, batch.dtype) for name in batch.scalars}
         states, memory = [member.state for member in batch.members], batch.memory[batch.members[0].number]
-        self._scalars = memory.scalars = self.Scalars(states, dtypes, memory.scalars)
+        before = memory.scalars if isinstance(memory.scalars, self.Scalars) else None  # of another kind of device
+        self._scalars = memory.scalars = self.Scalars(states, dtypes, before)
 
     @abstractmethod
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters | gpu.TritonParameters:

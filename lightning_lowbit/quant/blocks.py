@@ -99,8 +99,8 @@ def from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
 
 def element_index(blocks: Tensor, offset: Tensor | None = None, single: tuple[int, ...] = ()) -> Tensor:
     """Row-major int32 index of every element in the matrix, padded to whole blocks. For a shard, ``offset`` is int32
-    ``[3]``: its columns, those of the global matrix, and the global index of its first element; indices are then
-    global. Along the dimensions ``single`` only the first element's, if there is one."""
+    ``[3]`` or ``[1, 3]``: its columns, those of the global matrix, and the global index of its first element; indices
+    are then global. Along the dimensions ``single`` only the first element's, if there is one."""
     index: Tensor | int = 0
     stride = 1
     for dimension in reversed(range(blocks.dim())):
@@ -112,5 +112,5 @@ def element_index(blocks: Tensor, offset: Tensor | None = None, single: tuple[in
     assert isinstance(index, Tensor)
     if offset is None:
         return index
-    columns, all_columns, first = offset.unbind()
+    columns, all_columns, first = offset.unbind(-1)
     return index + torch.div(index, columns, rounding_mode="floor") * (all_columns - columns) + first

@@ -107,7 +107,9 @@ def round_matrix(
     """
     call = call._replace(key=rounding_key(call.cast, call.key, x.device))
     scaled = make_scales(x, call, mean)
-    blocks = (rounding or round_blocks)(*scaled, call.key, call.offset(x), cast=call.cast, **static)
+    offset = call.offset(x)
+    offset = None if offset is None else offset[None]  # a dimension that is a constant of compiled code
+    blocks = (rounding or round_blocks)(*scaled, call.key, offset, cast=call.cast, **static)
     return scaled, from_blocks(blocks, x.shape, tile_of(call.cast, call.dim, 2))
 
 
@@ -234,7 +236,8 @@ def round_blocks(
 ) -> Tensor:
     """Rounds a blocked view, to elements times block scales if ``scaled``, else to elements alone.
 
-    The first arguments are the fields of :class:`Scaled`; ``offset`` is :meth:`Shard.offset`, None for a whole matrix.
+    The first arguments are the fields of :class:`Scaled`; ``offset`` is :meth:`Shard.offset` as ``[1, 3]``, None for a
+    whole matrix.
     """
     values = blocks.float()
     if cast.scale.block == "tensor":

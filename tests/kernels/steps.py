@@ -38,8 +38,9 @@ def sample_is_near():
     return kernels.triton_agrees(place_of_kernels()) and not kernels._left
 
 
-def differences_without_a_gradient(options, dtype):
-    """The same where this rank has no gradient of one parameter, and another rank has one, of zeros."""
+def differences_without_a_gradient(options, dtype, make=ClippedAdam):
+    """The same where, after its state was loaded, this rank has no gradient of one parameter, and another rank has one,
+    of zeros."""
 
     def reduced(values, *_):
         return [value.clamp(min=0) for value in values]
@@ -48,7 +49,7 @@ def differences_without_a_gradient(options, dtype):
         mock.patch.object(optimizer, "sharding_of", lambda p: Sharding(p.shape, ("all ranks",))),
         mock.patch.object(optimizer, "all_reduce_", reduced),
     ):
-        return differences([(options, dtype)], idle=3)
+        return differences([(options, dtype)], make, idle=3)
 
 
 def differences_after_a_failure(options, dtype, number):
@@ -112,6 +113,7 @@ def _three_steps(make, options, dtype, name, idle):
             if step == 1:
                 parameters[-1].grad[3] = float("nan")
             if idle is not None and step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
                 parameters[idle].grad = None
             optimizer.step()
             for row in optimizer.gradient_statistics().values():

@@ -242,6 +242,14 @@ def test_samples_in_float16_have_finite_results():
                 assert values.isfinite().all() and (factor is None or factor.isfinite().all()), f"{form}"
 
 
+def test_samples_of_rows_have_the_form_that_they_are_for():
+    """So that a kernel is compared for each size of its tiles, and each order of memory."""
+    cast = Cast("e4m3", Scale("fp32", "row"), "stochastic")
+    for lines, dim, fours in itertools.product((-1, 512, 1024, 16384, 32768), (0, 1), (False, True)):
+        form = forms.CastForm(cast.spec, dim, torch.bfloat16, torch.float8_e4m3fn, fours=fours, lines=lines)
+        assert forms.cast_form(*forms._sample(form, torch.device("cpu"))) == form
+
+
 def test_results_lie_beside_the_input_whatever_the_default_device():
     x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
     with torch.device("meta"):

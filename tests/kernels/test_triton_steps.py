@@ -1,6 +1,7 @@
 """Steps of the optimizers by the Triton kernels: few launches, and the results of plain torch."""
 
 import itertools
+from contextlib import nullcontext
 from operator import is_
 from unittest import mock
 
@@ -58,8 +59,19 @@ def test_scalars_of_states_are_views_of_one_tensor_until_they_are_replaced():
     assert torch.equal(gpu.Scalars(states, dtypes, scalars).load()["norm"], torch.tensor([1.0, 3.0, 5.0]))
     assert all(map(is_, states[1].values(), views))
     states[1]["norm"] = torch.tensor(7.0)  # loaded
-    loaded = gpu.Scalars(states, dtypes, scalars).load()
-    assert loaded["norm"].tolist() == [1.0, 7.0, 5.0] and loaded["mean"].tolist() == [0.0, 0.0, 0.0]
+    loaded = gpu.Scalars(states, dtypes, scalars)
+    assert loaded.load()["norm"].tolist() == [1.0, 7.0, 5.0] and loaded.load()["mean"].tolist() == [0.0, 0.0, 0.0]
+    states[2]["norm"].data = torch.tensor(9.0)  # moved
+    assert gpu.Scalars(states, dtypes, loaded).load()["norm"].tolist() == [1.0, 7.0, 9.0]
+
+
+def test_an_optimizer_whose_parameters_move_between_devices_steps_on_each():
+    parameters = llama(1)
+    optimizer = StableSPAM(parameters)
+    for is_on_gpu in (False, True, False):
+        set_gradients(parameters, seed=0)
+        with steps.launched(lambda launch: None) if is_on_gpu else nullcontext():
+            optimizer.step()
 
 
 def test_the_comparison_before_the_first_use(run):
@@ -94,6 +106,7 @@ def test_a_shard_whose_gradient_is_elsewhere(run):
     """It decays, and so do its moments."""
     options = {"lr": 1e-2, "moments": "fp8", "norm_clip": "ada_gn", "weight_decay": 0.1}
     assert run(steps.differences_without_a_gradient, options, torch.float32) == []
+    assert run(steps.differences_without_a_gradient, {}, torch.float32, steps.small_adaptive) == []
 
 
 FAILING = [

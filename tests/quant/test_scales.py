@@ -11,6 +11,7 @@ import torch
 from lightning_lowbit import Cast, Scale, compilation, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.quant import quantize_operand
+from lightning_lowbit.quant.shard import Shard
 from tests.quant.tensors import EXMY, float_scales, ragged, same, sample
 from tests.references import quantize as reference
 from tests.tables import each
@@ -243,6 +244,14 @@ def test_compiled_operands_equal_reference():
     with compilation.backend("compiled"):
         found = quantize_operand(x, cast, -1).values
     same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")
+
+
+def test_compiled_shards_have_the_random_bits_of_the_whole():
+    x, cast, key = ragged(1), Cast("e2m1", Scale("e4m3", 16), "stochastic"), torch.tensor(5)
+    whole, rows = quantize_operand(x, cast, 1, key).values, len(x) // 2
+    with compilation.backend("compiled"):
+        found = quantize_operand(x[rows:], cast, 1, key, shard=Shard("group", 0, rows, len(x) - rows, len(x))).values
+    same(found, whole[rows:], "compiled")
 
 
 def test_means_do_not_depend_on_order():

@@ -5,7 +5,6 @@ from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu.casts import obstacle as obstacle
 from lightning_lowbit.kernels.gpu.casts import run
 from lightning_lowbit.kernels.gpu.launches import launch
-from lightning_lowbit.kernels.memory import checked
+from lightning_lowbit.kernels.memory import are_where_they_were, checked, start
 from lightning_lowbit.kernels.numbers import grid_of
 from lightning_lowbit.kernels.shards import FLOATING, FP8, KINDS, NOTHING, Decision, ParameterShard, indices_on
 from lightning_lowbit.quant.rounding import mix_key
@@ -189,26 +188,24 @@ class Scalars:
         before: "Scalars | None" = None,
     ) -> None:
         self._scalars: list[Tensor] = []
+        self._starts = array("q")
         self._packed: dict[torch.dtype, Tensor] = {}
         self._names: dict[torch.dtype, list[str]] = {}
         for name, dtype in dtypes.items():
             self._names.setdefault(dtype, []).append(name)
         scalars = [state[name] for names in self._names.values() for name in names for state in states]
-        if before is not None and before.holds(scalars):
-            self._scalars, self._packed = before._scalars, before._packed
+        if before is not None and are_where_they_were(scalars, before._scalars, before._starts):
+            self._scalars, self._starts, self._packed = before._scalars, before._starts, before._packed
             return
         for dtype, names in self._names.items():
             packed = torch.stack([state[name] for name in names for state in states]).to(dtype)
             views = packed.unbind()
             self._scalars += views
+            self._starts.extend(map(start, views))
             self._packed[dtype] = packed.view(len(names), len(states))
             for number, name in enumerate(names):
                 for state, view in zip(states, views[number * len(states) :], strict=False):
                     state[name] = view
-
-    def holds(self, scalars: Sequence[Tensor]) -> bool:
-        """Returns whether tensors are these views."""
-        return len(scalars) == len(self._scalars) and all(map(is_, scalars, self._scalars))
 
     def load(self) -> dict[str, Tensor]:
         return {

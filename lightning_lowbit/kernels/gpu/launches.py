@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.gpu.sizes import (
+    LARGEST_LINE,
     amaxes_of_lines,
     block_tile,
     line_tile,
@@ -129,7 +130,7 @@ def form_of_cast(
         return Form("cast_tensor", {**constants, "TILE": size, "SUMS": SUMS}), size
     if ALL in tile:
         axis = tile.index(ALL)
-        if lines:
+        if lines and lines <= LARGEST_LINE:
             size, warps = line_tile(axis, lines)
             return Form("cast_tensor", {**constants, "TILE": size, "SUMS": SUMS, "AXIS": axis}, warps), size
         lines, step, warps = 1, 1024, 4

@@ -65,15 +65,14 @@ def whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, int
 
 
 def lines_of(x: Tensor, call: CastCall) -> int:
-    """Returns how a cast with a scale for each row or column finds it: 0 in two loops, -1 from amaxes of all of them,
-    a size in tiles of that size, which hold whole ones."""
+    """Returns how a cast finds the scales of rows or columns: 0 in two loops along them; -1 from amaxes of all of them;
+    a size in tiles that hold whole ones or, above ``LARGEST_LINE``, in two loops, too."""
     scale, dim = call.cast.scale, call.dim % 2
     if scale.block != "row" or scale.statistic != "absmax" or scale.two_level or x.numel() == 0:
         return 0
     if x.shape[dim] > 1 and x.stride(dim) != 1:  # across memory
         return -1
-    size = max(power_of_two(x.shape[dim]), 512)
-    return size if size <= LARGEST_LINE else 0
+    return min(max(power_of_two(x.shape[dim]), 512), 2 * LARGEST_LINE)
 
 
 def amaxes_of_lines(x: Tensor, call: CastCall) -> int:
