@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_lowbit._lightning import LightningDataModule, rank_zero_warn
 from lightning_lowbit.checks import integer, number
-from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.precision.run_settings import seed_or_global
 
 from .loader import PackedSequences, ResumableLoader, ShuffledShard, shard_of
 from .stream import HUB, SequenceStream, StreamLoader, StreamShard, no_progress_bars, open_stream, text_of
@@ -189,7 +189,7 @@ class TextDataModule(LightningDataModule):
         seed: of the order of training sequences; None takes that of ``seed_everything``, or 0.
         max_bytes: maximum size of the text; None for all. Not for streams.
         num_workers: processes that fetch batches; usually best: 0 for text in memory, 1 or 2 for a stream.
-        val_path: a file or folder of text for validation alone. Not for streams.
+        val_path: a file or folder of text for validation alone; training leaves out its files. Not for streams.
 
     Raises:
         ValueError: an argument is invalid; or (in ``prepare_data``, before any logger writes) text, column or tokenizer
@@ -229,7 +229,7 @@ class TextDataModule(LightningDataModule):
         self.path, self.val_path, self.tokenizer, self.column = path, val_path, tokenizer, column
         self.sequence_length, self.batch_size = sequence_length, batch_size
         self.val_fraction, self.val_batches = val_fraction, val_batches
-        self.seed, self.max_bytes, self.num_workers = global_seed() if seed is None else seed, max_bytes, num_workers
+        self.seed, self.max_bytes, self.num_workers = seed_or_global(seed), max_bytes, num_workers
         self._sequences: tuple[PackedSequences | SequenceStream, PackedSequences] | None = None
         self._stream_loader: StreamLoader | None = None
         self._restored: dict[str, Any] = {}
@@ -257,8 +257,14 @@ class TextDataModule(LightningDataModule):
                 f" {len(sequences.tokens)}; give more text, or lower `batch_size` or `sequence_length`."
             )
 
-    def _documents(self, path: str | None, number: int | None = None) -> list[bytes]:
-        files = find_files(path)
+    def _documents(self, path: str | None, number: int | None = None, without: str | None = None) -> list[bytes]:
+        held_out = set() if without is None else {file.resolve() for file in find_files(without)}
+        files = [file for file in find_files(path) if file.resolve() not in held_out]
+        if not files:
+            raise ValueError(
+                f"TextDataModule validates on all files of `path` {path}, and none is left for training; give other "
+                f"text as `val_path`, or leave out {without}: then the share `val_fraction` is held out."
+            )
         documents = take_bytes(read_documents(files, self.column), number)
         if not documents:
             raise ValueError(f"TextDataModule needs text, but all {len(files)} files of {path} are empty.")
@@ -270,7 +276,7 @@ class TextDataModule(LightningDataModule):
             stream, val = open_stream(str(self.path), self.column, self._tokenizer, self.sequence_length, wanted)
             self._check_length("validation", val, self.batch_size)
             return stream, val
-        documents = self._documents(self.path, self.max_bytes)
+        documents = self._documents(self.path, self.max_bytes, self.val_path)
         if self.val_path is None:
             parts = hold_out(documents, self.val_fraction)
         else:

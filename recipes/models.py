@@ -32,7 +32,7 @@ from lightning_lowbit.checks import choose, nearest
 from lightning_lowbit.distributed import connect, gradient_norm
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY
-from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.precision.run_settings import seed_or_global
 
 from .saving import SavePretrained, restore_casts
 from .schedules import WarmupSchedule
@@ -136,7 +136,7 @@ class RecipeModule(LightningModule):
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
         with torch.random.fork_rng(devices=[]), torch.device(device):
             # Not `torch.manual_seed`, which would seed the generators of all accelerators, too.
-            torch.default_generator.manual_seed(global_seed() if seed is None else seed)
+            torch.default_generator.manual_seed(seed_or_global(seed))
             yield
 
     def setup(self, stage: str) -> None:

@@ -16,7 +16,7 @@ from lightning_lowbit._lightning import LightningDataModule, LRSchedulerCallable
 from lightning_lowbit.checks import choose, integer, number
 from lightning_lowbit.packages import install
 from lightning_lowbit.precision.checkpoints.files import load_weights
-from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.precision.run_settings import seed_or_global
 
 from .loader import OrderedSamples, ResumableLoader, ShuffledShard, shard_of
 from .models import RecipeModule
@@ -199,7 +199,7 @@ class ImageDataModule(LightningDataModule):
             raise ValueError(f"channels is 1 for gray images, or 3 for colors; got {channels!r}.")
         number("val_fraction", val_fraction, "a share of the images", above=0, below=1)
         self.path, self.size, self.channels, self.batch_size = path, integer("size", size, 1), channels, batch_size
-        self.val_fraction, self.seed = val_fraction, global_seed() if seed is None else seed
+        self.val_fraction, self.seed = val_fraction, seed_or_global(seed)
         self._images: tuple[Tensor, Tensor] | None = None
 
     def prepare_data(self) -> None:

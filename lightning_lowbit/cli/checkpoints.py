@@ -19,6 +19,8 @@ from lightning_lowbit.cli.options import check_checkpoint
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.files import is_text, load_checkpoint, state_of
 
+OBJECTS = "If you trust whoever wrote it, give --weights_only false."  # the advice of a refusal
+
 _SUFFIX = ".ckpt"
 _WHOLE = re.compile(r"(.*\.)?(auto|ddp\w*|DDPStrategy|SingleDeviceStrategy)")  # strategies that load files alone
 
@@ -104,7 +106,7 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
     configured = next((plugin for plugin in plugins if isinstance(plugin, LowBitPrecision)), None)
     if path is None or not Path(path).exists() or (configured is not None and not configured.casts_of_checkpoint):
         return {}
-    checkpoint = load_checkpoint(path, weights_only)
+    checkpoint = load_checkpoint(path, weights_only, OBJECTS)
     state = state_of(checkpoint)
     if state is None or state.get("trained") is None:
         return {}  # the plugin warns about it

@@ -122,8 +122,10 @@ def read_config(path: Path) -> dict[str, Any]:
 def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
     """Merges configurations in order: names, paths, or contents of files; runs go to ``runs/<names>`` by default."""
     config: Any = {}
-    for item in configs:
-        config = merge(config, read_recipe(item) if isinstance(item, str) else item)
+    contents = [read_recipe(item) if isinstance(item, str) else item for item in configs]
+    check_order(configs, contents)
+    for content in contents:
+        config = merge(config, content)
     if config.get("trainer") is None:
         config["trainer"] = {}
     if isinstance(trainer := config["trainer"], dict):
@@ -155,12 +157,23 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, rest
 
 
+def _names_model(config: Mapping[str, Any]) -> bool:
+    model = config.get("model")
+    return isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model)
+
+
+def check_order(configs: Sequence[str | Mapping[str, Any]], contents: Sequence[Mapping[str, Any]]) -> None:
+    """Raises a ``ValueError`` for an overlay before the recipe, which would undo what the overlay changes."""
+    first = next((place for place, content in enumerate(contents) if _names_model(content)), 0)
+    for name in configs[:first]:
+        if isinstance(name, str) and kind(find_config(name)) == OVERLAY:
+            raise ValueError(f"The overlay {name} stands before the recipe {configs[first]}: give it after the recipe.")
+
+
 def check_recipe(names: Sequence[str], configs: Sequence[Mapping[str, Any]], rest: Sequence[str]) -> None:
     """Raises a ``ValueError`` if neither configurations (the contents of ``names``, or these merged) nor the other
     arguments, a command first, name a model."""
-    models = [config.get("model") for config in configs]
-    named = any(isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model) for model in models)
-    if named or any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
+    if any(map(_names_model, configs)) or any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
         return
     overlays = [name for name in names if kind(find_config(name)) == OVERLAY]
     why = "nothing names a model"

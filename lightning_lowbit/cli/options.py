@@ -15,7 +15,15 @@ from typing import Any, NoReturn
 
 from lightning_lowbit.checks import near, nearest
 from lightning_lowbit.cli.arguments import check_classes
-from lightning_lowbit.cli.configs import check_recipe, find_config, needs, read_recipe, recipes, split_configs
+from lightning_lowbit.cli.configs import (
+    check_order,
+    check_recipe,
+    find_config,
+    needs,
+    read_recipe,
+    recipes,
+    split_configs,
+)
 from lightning_lowbit.cli.sources import Parameter, find_class, method_parameters
 from lightning_lowbit.packages import install, is_installed
 
@@ -113,6 +121,7 @@ def check_run(command: str, arguments: Sequence[str], shown: str = "") -> None:
     names, rest = split_configs(arguments)
     configs = {name: read_recipe(name) for name in names}
     check_recipe(names, [*configs.values()], [shown or command, *rest])
+    check_order(names, [configs[name] for name in names])
     options = check_options(command, rest, configs)
     for name in names:
         packages, otherwise = needs(find_config(name))
@@ -145,6 +154,8 @@ def check_options(
             raise ValueError(f"--{option} takes a value, and none follows it.")
     for name, config in configs.items():
         trainer = config.get("trainer")
+        if not isinstance(trainer, dict | str | None):
+            raise ValueError(f"trainer in {name} takes a mapping such as {{max_steps: 100}}; got {trainer!r}.")
         for option in (*config, *(f"trainer.{key}" for key in (trainer if isinstance(trainer, dict) else ()))):
             _check_option(str(option), command, f" in {name}")
     _check_precision(options, [*configs.values()])

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from textwrap import shorten
 from traceback import walk_tb
 from typing import Any, TypeVar
@@ -27,10 +28,11 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
-from lightning_lowbit.cli.checkpoints import as_trained, resolve
+from lightning_lowbit.cli.checkpoints import OBJECTS, as_trained, resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint
 
 # Warnings that ask nothing of users: Lightning 2.6.6 uses a function that torch 2.13 deprecates; text in memory needs
 # no loader processes; a resumed run has its own folder.
@@ -161,9 +163,13 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
 
 @contextmanager
 def _said_if_it_does_not_fit(path: str | None) -> Generator[None, None, None]:
-    """Raises a ``ValueError`` for a checkpoint that model or optimizer cannot load; errors of memory pass."""
+    """Raises a ``ValueError`` for a checkpoint that torch, model or optimizer cannot load; errors of memory pass."""
     try:
         yield
+    except UnpicklingError:
+        if path is not None and Path(path).exists():
+            load_checkpoint(path, advice=OBJECTS)
+        raise
     except (KeyError, RuntimeError) as error:
         loads = not _LOADING.isdisjoint(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
         is_other = type(error) not in (KeyError, RuntimeError) or "DefaultCPUAllocator" in str(error)

@@ -22,7 +22,7 @@ from lightning_lowbit._lightning import (
     say_once,
 )
 from lightning_lowbit._torch.sharding import is_flat_buffer
-from lightning_lowbit.checks import choose, some
+from lightning_lowbit.checks import choose, integer, some
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.units import has_units
@@ -114,6 +114,12 @@ def data_ranks(trainer: Trainer) -> int:
 def global_seed() -> int:
     """Returns the seed of ``seed_everything``, which stores it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def seed_or_global(seed: int | None) -> int:
+    """Returns a seed, or the global one for None; a ``ValueError`` for one that not all generators take."""
+    integer("seed", seed, 0, "a whole number", at_most=2**32 - 1, or_none=True)
+    return global_seed() if seed is None else seed
 
 
 class ComputeDtype:

@@ -23,7 +23,7 @@ from lightning_lowbit._lightning import LRSchedulerCallable, OptimizerCallable
 from lightning_lowbit.checks import fraction, integer, number, positive
 from lightning_lowbit.distributed import gradient_norm
 from lightning_lowbit.nn.state.keys import hash_numbers
-from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.precision.run_settings import seed_or_global
 
 from ..models import RecipeModule
 from .environments import Environments, Numbers
@@ -148,7 +148,7 @@ class PPO(RecipeModule):
         self.entropy_weight = number("entropy_weight", entropy_weight, at_least=0)
         self.max_gradient_norm = positive("max_gradient_norm", max_gradient_norm, or_none=True)
         self.evaluation_episodes = integer("evaluation_episodes", evaluation_episodes, 1)
-        self.seed = global_seed() if seed is None else seed
+        self.seed = seed_or_global(seed)
         if not hidden_sizes:
             raise ValueError("hidden_sizes has the size of at least one layer; got none.")
         sizes = [integer("hidden_sizes", size, 1, "sizes of layers") for size in hidden_sizes]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit._lightning import LightningDataModule
 from lightning_lowbit.checks import fraction, integer, number
-from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.precision.run_settings import seed_or_global
 
 from ..loader import OrderedSamples, ResumableLoader, ShuffledShard, shard_of
 from .tables import new_york, read_csv
@@ -116,7 +116,7 @@ class SeriesDataModule(LightningDataModule):
         self.context, self.horizon = integer("context", context, 1), integer("horizon", horizon, 1)
         self.anomaly_severity = number("anomaly_severity", anomaly_severity, at_least=0)
         self.anomaly_share = fraction("anomaly_share", anomaly_share)
-        self.seed = global_seed() if seed is None else seed
+        self.seed = seed_or_global(seed)
         self._parts: tuple[Windows, Windows, Windows] | None = None
 
     def prepare_data(self) -> None:

@@ -82,6 +82,8 @@ MISTAKES = {
     "estimate": "Give a recipe, e.g. `lowbit estimate --config quickstart`: nothing names a model.",
     "estimate --config bf16": "`lowbit estimate --config quickstart --config bf16`: bf16 changes one, on top of",
     "compare --config bf16": "`lowbit compare --config quickstart --config bf16`: bf16 changes",
+    "fit --config adamw -c bf16 -c quickstart": "overlay adamw stands before the recipe quickstart: give it after",
+    "compare --config bf16 --config quickstart --vary adamw,lion": "overlay bf16 stands before the recipe quickstart",
     "fit --config mxfp": "mean 'mxfp4' or 'mxfp4_rht' or 'mxfp6' or 'mxfp8'? `lowbit ls` lists them.",
     "fit --config quickstart --trainer.precision nvfp4": "give --config nvfp4 after the recipe",
     "fit --config quickstart --trainer.precision bf16-mixed": "leave it out: the plugin's compute_dtype",

@@ -110,6 +110,14 @@ def test_overlays_compose():
     assert names[-1] == "lightning_lowbit.QAFSwitch" and "lightning_lowbit.RunReport" in names
 
 
+def test_an_overlay_stands_after_the_recipe(tmp_path):
+    (mine := tmp_path / "mine.yaml").write_text("model: package.Model")
+    for recipe in ("quickstart", str(mine)):
+        with pytest.raises(ValueError, match="The overlay bf16 stands before the recipe .*: give it after"):
+            merge_all(["bf16", recipe])
+    merge_all(["quickstart", "bf16", str(mine)])  # what changes the model of a recipe
+
+
 def test_command_line():
     merged = Path("merged.yaml")
     arguments = ["fit", "--trainer.max_steps=3", "--config", "quickstart", "-c", "bf16", "--config=qaf"]

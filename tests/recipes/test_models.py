@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import WeightDecaySwitch
+from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import NETWORKS, CausalLM, network_config
 from lightning_lowbit.recipes.schedules import TwoStageLinear, WarmupCosine, WarmupSchedule
 from lightning_lowbit.recipes.series.forecaster import Forecaster
@@ -44,6 +45,13 @@ def test_weights_depend_on_the_seed_alone():
     one, same, other = models
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["model.lm_head.weight"], other["model.lm_head.weight"])
+
+
+def test_seeds_that_generators_do_not_take_are_refused():
+    for made in (lambda seed: CausalLM(**TINY, seed=seed), lambda seed: TextDataModule(seed=seed)):
+        for seed in (-1, 2**32, 1.5):
+            with pytest.raises(ValueError, match=f"seed is a whole number, 0 or more and at most .*; got {seed}"):
+                made(seed)
 
 
 # Hidden, intermediate, heads, layers and vocabulary: Stable-SPAM, table A.1; LLaMA-7B; and our own.

@@ -33,6 +33,7 @@ PLUGIN = "--trainer.plugins.init_args"
     (["--config="], "--config needs the name of a recipe or a file"),
     (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
     (["--config=list.yaml"], "list.yaml must hold a mapping"),
+    (["--config=trainer.yaml"], "trainer in trainer.yaml takes a mapping such as {max_steps: 100}; got [1]."),
     (["--data.init_args.path=nowhere"], "does not exist; check `path`, or write hf:NAME"),
     (["--data.init_args.path=hf:./nowhere:en"], "The data set './nowhere', configuration 'en', cannot be opened"),
     (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
@@ -45,6 +46,7 @@ PLUGIN = "--trainer.plugins.init_args"
 def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, capsys):
     Path("broken.yaml").write_text("trainer: {max_steps: 3")
     Path("list.yaml").write_text("[1, 2]")
+    Path("trainer.yaml").write_text("trainer: [1]")
     before = {*Path().rglob("*")}
     assert lowbit(*arguments) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]

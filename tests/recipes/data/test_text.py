@@ -101,6 +101,18 @@ def test_validation_text_of_its_own(folder, tmp_path):
     assert_refused(str(folder), message, val_path=str(tmp_path / "val.txt"), **SIZES)
 
 
+def test_training_leaves_out_the_files_of_the_validation_text(folder, tmp_path):
+    (tmp_path / "val.txt").write_text("other text " * 9)
+    _, alone, _ = read(str(folder), val_path=str(tmp_path / "val.txt"), **SIZES)
+    (inside := folder / "sub").mkdir()
+    (inside / "val.txt").write_text("other text " * 9)
+    (tmp_path / "link").symlink_to(inside)
+    for val_path in (inside / "val.txt", inside, tmp_path / "link"):
+        _, train, val = read(str(folder), val_path=str(val_path), **SIZES)
+        assert train.equal(alone) and bytes(val.tolist()).decode() == "other text " * 9
+    assert_refused(str(folder), "none is left for training; give other text", val_path=str(folder), **SIZES)
+
+
 def test_standard_library():
     names = [file.as_posix() for file in find_files(None)]
     assert any(name.endswith("/json/decoder.py") for name in names)
