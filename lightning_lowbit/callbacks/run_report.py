@@ -109,8 +109,8 @@ class RunReport(LowBitCallback):
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._take_late(trainer)
-        if trainer.is_global_zero and is_logging_step(trainer):
-            self._rates = dict(learning_rates(trainer))
+        if trainer.is_global_zero:  # should_stop, set within the batch, makes any step one that is logged
+            self._rates = dict(learning_rates(trainer)) if is_logging_step(trainer) else {}
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_late(trainer)

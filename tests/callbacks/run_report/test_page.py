@@ -10,6 +10,7 @@ from lightning_lowbit import PrecisionSummary, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.run_report import RunReport
 from tests.callbacks.run_report.runs import Known, both, load, page, steps, trainer
 from tests.lightning_imports import BoringModel, CSVLogger, LearningRateMonitor
+from tests.precision.regression_model import On
 
 
 def test_a_finished_run():
@@ -51,6 +52,14 @@ def test_each_value_belongs_to_its_step(monitor, tmp_path):
     assert run["history"]["val_loss"] == [[2, 3.0], [4, 1.0], [6, 3.0]]
     assert run["history"]["epoch_only"] == [[4, 4.0], [6, 6.0]]
     assert not [name for name in run["history"] if name.endswith(("_step", "_epoch"))]
+
+
+def test_a_step_that_is_logged_because_the_run_stops_has_no_rate_of_another():
+    stop = On(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == 5))
+    trainer(stop, log_every_n_steps=3, limit_val_batches=0).fit(Known())
+    run = load()
+    assert [step for step, _ in run["history"]["loss"]] == [3, 5]
+    assert run["history"]["lr-SGD"] == [[3, pytest.approx(3e-3)]]
 
 
 def test_only_log_steps_and_whole_optimizer_steps():
