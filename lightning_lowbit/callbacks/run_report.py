@@ -152,6 +152,8 @@ class RunReport(LowBitCallback):
             if self._trainer.is_global_zero:  # monitors record the numbers that they have not read yet
                 contents.call_reports(self._trainer, "report_alerts", [])
             (self.on_validation_end if self._trainer.validating else self.on_train_batch_end)(self._trainer)
+            if self._late is not None:
+                self._take(logged_metrics(self._trainer), self._late)
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
 
@@ -188,7 +190,8 @@ class RunReport(LowBitCallback):
         for name, value in scalars(metrics).items():
             stem, _, suffix = name.rpartition("_")
             is_twin = suffix in ("step", "epoch") and stem in metrics  # of `on_step=True, on_epoch=True`
-            if is_twin or (not forked and f"{name}_step" in metrics):
+            is_recorded = name in self._history.quantities  # by `record_layers`, at its step
+            if is_twin or is_recorded or (not forked and f"{name}_step" in metrics):
                 continue
             seen = self._seen.get(name)
             if seen is None or seen.data_ptr() != value.data_ptr():
