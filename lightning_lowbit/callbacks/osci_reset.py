@@ -62,7 +62,7 @@ class OsciReset(LowBitCallback):
     The defaults are the authors' for 70 and 150 million parameters in NVFP4
     (github.com/thu-ml/TetraJet-v2-NVFP4Training), except ``start``: they begin at 60 to 70 % of a run. A window takes
     two float32 tensors, which a checkpoint keeps, and a copy of each weight, and two quantizations of it per step. See
-    ``docs/guides/monitoring.md`` for the weights that are left out.
+    ``docs/guides/callbacks.md`` for the weights that are left out.
 
     Source: TetraJet-v2 (arXiv 2510.27527); the ratio is from TetraJet (arXiv 2502.20853).
 
