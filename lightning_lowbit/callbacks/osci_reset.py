@@ -20,6 +20,8 @@ from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.saved_state import OneOf, shown
 
+_QUANTITY = "reset/fprop_w"  # the share of reset elements, by layer
+
 
 @dataclass
 class _Paths:
@@ -60,7 +62,7 @@ class OsciReset(LowBitCallback):
     The defaults are the authors' for 70 and 150 million parameters in NVFP4
     (github.com/thu-ml/TetraJet-v2-NVFP4Training), except ``start``: they begin at 60 to 70 % of a run. A window takes
     two float32 tensors, which a checkpoint keeps, and a copy of each weight, and two quantizations of it per step. See
-    ``docs/guides/monitoring.md`` for the weights that are left out.
+    ``docs/guides/callbacks.md`` for the weights that are left out.
 
     Source: TetraJet-v2 (arXiv 2510.27527); the ratio is from TetraJet (arXiv 2502.20853).
 
@@ -158,14 +160,18 @@ class OsciReset(LowBitCallback):
                 where = paths.oscillating(self.threshold)
                 centers = weight.quantize().dequantize(matrix.dtype)
                 self._layers[name].set_weight_matrix(centers.where(where, matrix))
-                shares[f"reset/fprop_w/{name}"] = where.mean(dtype=torch.float32)
+                shares[name] = where.mean(dtype=torch.float32)
         if step >= self._end:
             self._end = None
             # Written directly, as Lightning's own monitors do: a window rarely ends in a step that the logger takes.
             if shares:
-                metrics = dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
+                row = dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
+                metrics = {f"{_QUANTITY}/{name}": share for name, share in row.items()}
                 for logger in trainer.loggers:
                     logger.log_metrics(metrics, step=logger_step(trainer))
+                for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                    if hasattr(callback, "record_layers"):
+                        callback.record_layers({_QUANTITY: row}, step)
                 trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
 
     def on_rollback(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -80,7 +80,7 @@ class PrecisionSummary(LowBitCallback):
     convolutions. At the end it prints the bits of a GEMM operand, block scales included, averaged over FLOPs and steps;
     steps with λ below 1 count as high precision. A JSON file has the same. FLOPs are counted in one micro-batch of the
     first process, in eager code, and again where an epoch begins with other layers: that step is several times slower,
-    with more memory and the same results.
+    with more memory and the same results. One whose ``training_step`` returns None is left out.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -107,7 +107,7 @@ class PrecisionSummary(LowBitCallback):
             raise ValueError(f"filename is a name that ends in .json, without folders; got {filename!r}.")
         self.filename, self.quiet = filename, quiet
         self.counter: GemmCounter | None = None
-        self._counting = False
+        self._counting = self._has_backward = False
         self._inventory: Inventory | None = None
         self._added: set[str] = set()
         self._folder: Path | None = None
@@ -143,9 +143,10 @@ class PrecisionSummary(LowBitCallback):
         if self.counter is None:
             self.counter = GemmCounter(pl_module)
             self.counter.__enter__()
-            self._counting = True
+            self._counting, self._has_backward = True, False
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self._has_backward = True
         if self.counter is not None:
             self.counter.paused = False
 
@@ -181,7 +182,9 @@ class PrecisionSummary(LowBitCallback):
             self.counter = None
 
     def _stop(self, trainer: Trainer) -> None:
-        if self._close():
+        if trainer.lightning_module.automatic_optimization and not self._has_backward:
+            self._abandon()  # training_step returned None
+        elif self._close():
             self._show(trainer, *self._coverage_blocks())
             self._write(trainer)
 

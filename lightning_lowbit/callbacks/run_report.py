@@ -80,6 +80,8 @@ class RunReport(LowBitCallback):
         self._trained = False
         self._begin = self._recorded = 0  # optimizer steps: at the start of training, and the last one recorded
         self._seen: dict[str, Tensor] = {}  # logged values that are already recorded
+        self._old: dict[str, Tensor] = {}  # those of earlier steps than the one after `_begun`
+        self._begun: int | None = None
         self._late: int | None = None  # a step whose last values are not recorded yet
         self._rates: dict[str, Tensor] = {}
 
@@ -102,15 +104,17 @@ class RunReport(LowBitCallback):
             if trainer.global_step:
                 continue_in(trainer, self._folder, self._id)
         self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
-        self._seen, self._late, self._rates = {}, None, {}
+        self._seen, self._late, self._rates, self._old, self._begun = {}, None, {}, {}, None
         is_automatic = pl_module.automatic_optimization
         steps = total_steps(trainer) if is_automatic else trainer.max_steps
         self._max_steps = int(steps) if 0 < steps < math.inf else None
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._take_late(trainer)
-        if trainer.is_global_zero and is_logging_step(trainer):
-            self._rates = dict(learning_rates(trainer))
+        if trainer.is_global_zero:  # should_stop, set within the batch, makes any step one that is logged
+            self._rates = dict(learning_rates(trainer)) if is_logging_step(trainer) else {}
+            if self._begun != trainer.global_step:
+                self._begun, self._old = trainer.global_step, scalars(logged_metrics(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_late(trainer)
@@ -152,6 +156,8 @@ class RunReport(LowBitCallback):
             if self._trainer.is_global_zero:  # monitors record the numbers that they have not read yet
                 contents.call_reports(self._trainer, "report_alerts", [])
             (self.on_validation_end if self._trainer.validating else self.on_train_batch_end)(self._trainer)
+            if self._late is not None:
+                self._take(logged_metrics(self._trainer), self._late, self._old)
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
 
@@ -174,7 +180,7 @@ class RunReport(LowBitCallback):
         if is_logging_step(trainer):
             for name, rate in self._rates.items():
                 self._history.add(name, step, rate)
-            self._take(trainer.callback_metrics, step)
+            self._take(trainer.callback_metrics, step, self._old)
             self._late = step
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
@@ -182,16 +188,21 @@ class RunReport(LowBitCallback):
             new = self._take(logged_metrics(trainer), trainer.global_step)
             self._validation += [name for name in new if name not in self._validation]
 
-    def _take(self, metrics: Mapping[str, Any], step: int, forked: bool = True) -> list[str]:
-        """Adds newly logged metrics and returns their names; Lightning logs a new tensor each time."""
-        new = []
+    def _take(
+        self, metrics: Mapping[str, Any], step: int, old: Mapping[str, Tensor] | None = None, forked: bool = True
+    ) -> list[str]:
+        """Adds newly logged metrics and returns their names; Lightning logs a new tensor each time.
+
+        ``old`` are left out: values of an earlier step, which the hooks that follow may still log anew.
+        """
+        new, old = [], old or {}
         for name, value in scalars(metrics).items():
             stem, _, suffix = name.rpartition("_")
             is_twin = suffix in ("step", "epoch") and stem in metrics  # of `on_step=True, on_epoch=True`
-            if is_twin or (not forked and f"{name}_step" in metrics):
+            is_recorded = name in self._history.quantities  # by `record_layers`, at its step
+            if is_twin or is_recorded or (not forked and f"{name}_step" in metrics):
                 continue
-            seen = self._seen.get(name)
-            if seen is None or seen.data_ptr() != value.data_ptr():
+            if all(one is None or one.data_ptr() != value.data_ptr() for one in (self._seen.get(name), old.get(name))):
                 self._seen[name] = value  # keeps the tensor alive, so that no other one gets its address
                 new += [name] if self._history.add(name, step, value) else []
         return new

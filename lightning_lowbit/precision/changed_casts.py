@@ -18,7 +18,7 @@ from lightning_lowbit.patterns import clean_name, select
 def named_casts(value: CastsLike) -> LinearCasts | str:
     """Parses a value of ``LowBitPrecision.set_casts``: casts, or the name of a phase. Raises ``ValueError``."""
     if isinstance(value, str):
-        choose("phase or preset", value, [*PHASES, *PRESETS])
+        choose("phase or preset", value, dict.fromkeys([*PHASES, *PRESETS]))
         return value if value in PHASES else LinearCasts.preset(value)
     return LinearCasts.of(value)
 

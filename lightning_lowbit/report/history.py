@@ -135,7 +135,7 @@ def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
         name = f"lr-{type(optimizer).__name__}"
         used[name] += 1
         name += f"-{used[name] - 1}" if used[name] > 1 else ""
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         for i, rate in enumerate(rates):
             if i == 0 or rate is not rates[0] and (isinstance(rate, Tensor) or rate != rates[0]):
                 value = rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)

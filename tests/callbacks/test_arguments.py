@@ -97,7 +97,7 @@ REFUSED = [
     ]),
     (PrecisionSwitch, {"to": "fqt", "step": 3}, [
         ({"to": {}}, "to maps patterns of layers to casts, at least one"),
-        ({"to": {"head": "qat"}}, "Unknown phase or preset 'qat'. Did you mean 'qaf'.*'mxfp4'"),
+        ({"to": {"head": "qat"}}, "Unknown phase or preset 'qat'. Did you mean 'qaf'.*'hp-forward', 'bf16', 'nvfp4'"),
         ({"to": {"head": {"fprop_v": None}}}, "Unknown field of LinearCasts 'fprop_v'"),
         ({"to": {"head": "bf16"}, "steps": 5}, "λ is for all layers, and a mapping for some"),
         ({"rewarm": 0}, "rewarm is a number of optimizer steps, 1 or more, or None; got 0"),

@@ -1,6 +1,6 @@
 """Measures the quantization of the six operands of each layer, and of its weight between steps."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
@@ -83,7 +83,7 @@ class QuantizationMonitor(Monitor):
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
-        self._last_flip: dict[str, int] = {}  # the optimizer step of the last flip, or of the first look
+        self._last_flip: dict[str, int] = {}  # the optimizer step of the last flip, of the first look, or while frozen
         self._step = 0  # the last one that was logged: numbers of weights by layer and name, and of operands
         self._rows: dict[str, dict[str, float]] = {}
         self._operands: dict[str, dict[str, dict[str, float]]] = {}
@@ -159,8 +159,9 @@ class QuantizationMonitor(Monitor):
         operands = self._watched.measure()
         if not self._weights and not self._watched.layers:
             return
+        trained = {layer for layer in casts if self._weights[layer].weight.requires_grad}
         columns = {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)}
-        self._keep(trainer.global_step, columns, logger_step(trainer), casts, list(values))
+        self._keep(trainer.global_step, columns, logger_step(trainer), casts, trained, list(values))
         self._log(pl_module, self._watched.means(operands))
 
     def _judge(
@@ -169,6 +170,7 @@ class QuantizationMonitor(Monitor):
         columns: Mapping[str, Any],
         logger_step: int,
         casts: Mapping[str, Cast],  # of the weights that were measured
+        trained: Set[str],  # of these, what is not frozen
         weights: list[tuple[str, str]],  # layer and name of each number of a weight
     ) -> None:
         operands = self._watched.numbers(columns)
@@ -179,9 +181,10 @@ class QuantizationMonitor(Monitor):
         # A layer that was not measured may have flipped: its count starts again.
         self._last_flip = {layer: last for layer, last in self._last_flip.items() if layer in casts}
         for layer, numbers in rows.items():
-            self._last_flip[layer] = step if numbers.get("flips") else self._last_flip.get(layer, step)
+            is_still = layer in trained and not numbers.get("flips")
+            self._last_flip[layer] = self._last_flip.get(layer, step) if is_still else step
             faults = list(judge_weight(numbers, casts[layer], self.zeros_tolerance))
-            if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
+            if not any(fault.kind == "not finite" for fault in faults):
                 faults += judge_codes(step - self._last_flip[layer], self.no_flips_for)
             self._note(layer, faults)
         for layer, row in operands.items():

@@ -38,7 +38,8 @@ class GracefulInterrupt(LowBitCallback):
     ``docker stop``, the exit status is 143; their delay before killing the process must suffice for the rest of the
     step, a validation and a save. The signal at which Lightning requeues a SLURM job
     (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start of
-    training stay ignored, such as Ctrl-C in background jobs of a script.
+    training stay ignored, such as Ctrl-C in background jobs of a script. It goes behind the other callbacks of the list
+    when training begins, so that the checkpoint has their states after the step.
 
     Examples:
         >>> Trainer(callbacks=[GracefulInterrupt(), CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
@@ -52,6 +53,9 @@ class GracefulInterrupt(LowBitCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        checkpoints = trainer.checkpoint_callbacks  # which stay last
+        # A new list: Lightning goes through the old one just now.
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda one: (one in checkpoints, one is self))  # type: ignore[attr-defined]
         numbers = [signal.SIGINT, signal.SIGTERM]
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:

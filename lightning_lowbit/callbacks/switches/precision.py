@@ -16,6 +16,7 @@ from lightning_lowbit._lightning import (
     MisconfigurationException,
     Trainer,
     is_logging_step,
+    logger_step,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -202,7 +203,7 @@ class PrecisionSwitch(Switch):
         if plugin.phase != phase:
             rank_zero_info(f"Step {trainer.global_step}: precision phase {plugin.phase!r} -> {phase!r}.")
             for logger in trainer.loggers:
-                logger.log_metrics({"phase": float(list(PHASES).index(phase))}, step=trainer.global_step)
+                logger.log_metrics({"phase": float(list(PHASES).index(phase))}, step=logger_step(trainer))
         plugin.set_phase(phase)  # also if unchanged: this ends temporary phases
         for switch in self._conflicting:
             switch._set = trainer.global_step if switch.state_key == self.state_key else None

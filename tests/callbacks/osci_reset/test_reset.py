@@ -1,11 +1,14 @@
 """Which weights are reset, and when."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import Cast, IntegerPrecision, Scale, quantize
+from lightning_lowbit import Cast, IntegerPrecision, RunReport, Scale, quantize
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from tests.callbacks.osci_reset.weights import (
     MOVES,
@@ -109,9 +112,11 @@ def test_weights_stored_the_other_way_round():
 def test_windows(arguments, ends):
     """A window ends after ``window`` optimizer steps, whatever the epochs, and that is when it is logged."""
     options = {"max_steps": 30, "limit_train_batches": 7, "logger": CSVLogger("logs"), "log_every_n_steps": 9}
-    run = trainer(OsciReset(**arguments), **options)
+    run = trainer(RunReport(), OsciReset(**arguments), **options)
     run.fit(Row())
     found = logged(run)
+    history = json.loads(Path(run.log_dir, "run.json").read_text())["history"]
+    assert [step for step, _ in history.get("reset/fprop_w/layer", [])] == ends
     assert [step + 1 for step in found] == ends, "Lightning numbers the first step 0"
     assert all(set(row) == {"reset/fprop_w/layer"} for row in found.values())
     if ends:

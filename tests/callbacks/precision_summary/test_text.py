@@ -258,6 +258,17 @@ def test_flops_of_a_micro_batch_and_steps_of_the_optimizer(kind, options):
     assert data["optimizer_steps_by_phase"] == {"fqt": 2}
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@each("accumulated", [1, 2])
+def test_a_first_micro_batch_without_a_loss_is_not_the_counted_one(accumulated):
+    class Skips(Two):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    data = report(model=Skips(), accumulate_grad_batches=accumulated)[1]
+    assert data["flops_per_micro_batch"] == TOTAL
+
+
 @each("base", [Two, Manual])
 def test_the_optimizers_own_arithmetic_is_not_counted(base):
     model = base()

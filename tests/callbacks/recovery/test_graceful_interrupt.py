@@ -52,7 +52,7 @@ def _handler():
 def fit(*callbacks, ends=None, **kwargs):
     """Eight steps, which may end with an exit status."""
     defaults = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 20, "num_sanity_val_steps": 0}
-    trainer = quiet_trainer(callbacks=[*callbacks, GracefulInterrupt()], **{**defaults, **kwargs})
+    trainer = quiet_trainer(callbacks=[GracefulInterrupt(), *callbacks], **{**defaults, **kwargs})
     if ends is None:
         trainer.fit(BoringModel())
     else:
@@ -98,6 +98,28 @@ def test_saves_beside_the_other_checkpoints_and_says_where(tmp_path, told):
     fit(Interrupt({1: [SIGINT]}), checkpoint, ends=1, limit_val_batches=0, enable_checkpointing=True)
     assert saved_step(tmp_path / "here" / "interrupted.ckpt") == 2
     assert f"To resume: --ckpt_path {tmp_path / 'here' / 'interrupted.ckpt'}" in told.text
+
+
+@pytest.mark.parametrize("how", [{}, {"val_check_interval": 1}], ids=["step", "validation"])
+def test_saves_what_callbacks_behind_it_know_of_the_step(how):
+    class Counts(Callback):
+        def __init__(self):
+            self.ends = self.validations = 0
+
+        def on_train_batch_end(self, *_):
+            self.ends += 1
+
+        def on_validation_end(self, *_):
+            self.validations += 1
+
+        def state_dict(self):
+            return {"ends": self.ends, "validations": self.validations}
+
+    counts, checkpoint = Counts(), ModelCheckpoint()
+    trainer = fit(Interrupt({2: [SIGINT]}), counts, checkpoint, ends=1, enable_checkpointing=True, **how)
+    saved = torch.load(Path(checkpoint.dirpath, "interrupted.ckpt"), weights_only=True)
+    assert saved["callbacks"][counts.state_key] == {"ends": 3, "validations": 3 if how else 0}
+    assert trainer.callbacks[-1] is checkpoint
 
 
 def test_gives_the_signal_back():

@@ -20,6 +20,7 @@ from tests.lightning_imports import (
     SIGTERMException,
     TensorBoardLogger,
 )
+from tests.precision.regression_model import On
 from tests.report.test_html import EVIL
 
 
@@ -182,6 +183,15 @@ class SaveEarly(Callback):
 
 class SaveLate(SaveEarly, Checkpoint):
     """Lightning puts a ``Checkpoint`` last."""
+
+
+def test_a_checkpoint_has_what_callbacks_behind_the_report_log():
+    run = trainer(ModelCheckpoint(".", "x", every_n_train_steps=3), max_steps=3, limit_val_batches=0)
+    late = On(on_train_batch_end=lambda trainer, model, *_: model.log("late", float(trainer.global_step)))
+    run.callbacks.insert(1, late)
+    run.fit(Known())
+    history = torch.load("x.ckpt", weights_only=True)["callbacks"]["RunReport"]["history"]
+    assert history["points"]["late"].tolist() == [[k, k] for k in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("saver", [SaveEarly, SaveLate])

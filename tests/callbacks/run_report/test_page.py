@@ -9,7 +9,8 @@ import torch
 from lightning_lowbit import PrecisionSummary, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.run_report import RunReport
 from tests.callbacks.run_report.runs import Known, both, load, page, steps, trainer
-from tests.lightning_imports import BoringModel, CSVLogger, LearningRateMonitor
+from tests.lightning_imports import BoringModel, CSVLogger, LearningRateMonitor, ModelCheckpoint
+from tests.precision.regression_model import On
 
 
 def test_a_finished_run():
@@ -51,6 +52,25 @@ def test_each_value_belongs_to_its_step(monitor, tmp_path):
     assert run["history"]["val_loss"] == [[2, 3.0], [4, 1.0], [6, 3.0]]
     assert run["history"]["epoch_only"] == [[4, 4.0], [6, 6.0]]
     assert not [name for name in run["history"] if name.endswith(("_step", "_epoch"))]
+
+
+def test_a_step_that_is_logged_because_the_run_stops_has_no_rate_of_another():
+    stop = On(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == 5))
+    trainer(stop, log_every_n_steps=3, limit_val_batches=0).fit(Known())
+    run = load()
+    assert [step for step, _ in run["history"]["loss"]] == [3, 5]
+    assert run["history"]["lr-SGD"] == [[3, pytest.approx(3e-3)]]
+
+
+def test_values_that_are_logged_after_the_reports_turn_are_those_of_the_step():
+    run = trainer(ModelCheckpoint(".", "x", every_n_train_steps=4), log_every_n_steps=2, limit_val_batches=0)
+    late = On(on_train_batch_end=lambda trainer, model, *_: model.log("late", float(trainer.global_step)))
+    run.callbacks.insert(1, late)
+    run.fit(Known())
+    assert load()["history"]["late"] == [[k, k] for k in (2, 4, 6)]
+    assert load()["history"]["tokens/s"] == [[k, 100.0 * k] for k in (2, 4, 6)]
+    points = torch.load("x.ckpt", weights_only=True)["callbacks"]["RunReport"]["history"]["points"]
+    assert points["late"].tolist() == [[2, 2], [4, 4]] and points["tokens/s"].tolist() == [[2, 200]]
 
 
 def test_only_log_steps_and_whole_optimizer_steps():

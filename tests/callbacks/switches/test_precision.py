@@ -77,9 +77,21 @@ def test_overrides_survive_a_switch_and_a_switch_back():
     assert model.head.casts.fprop_x is None
 
 
-def test_the_phase_is_logged():
-    fit(QAFSwitch(step=3), logger=CSVLogger("logs"), log_every_n_steps=1, model=(model := Regression()))
-    assert csv_curves(model.trainer, "phase".__eq__) == {3: {"phase": 1.0}}
+class Twice(Regression):
+    """Two optimizer steps in a batch, which loggers count as one."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
+@each("kind, step", [(Regression, 4), (Twice, 2)])
+def test_the_phase_is_logged_at_the_step_of_other_metrics(kind, step):
+    fit(QAFSwitch(step=4), logger=CSVLogger("logs"), log_every_n_steps=1, model=(model := kind()))
+    assert csv_curves(model.trainer, "phase".__eq__) == {step: {"phase": 1.0}}
 
 
 def test_a_switch_after_the_end_of_the_run_says_that_it_will_not_act(told):

@@ -111,6 +111,15 @@ def test_steps_that_were_not_seen_do_not_count(operands):
     assert said_in(still(), *switches, steps=7, no_flips_for=3, operands=operands) == []
 
 
+def test_steps_of_a_frozen_weight_do_not_count():
+    def thaw(run):
+        run.lightning_module.layer[0].requires_grad_(True)
+
+    model = still()
+    model.layer[0].requires_grad_(False)
+    assert said_in(model, act(4, thaw), no_flips_for=3, only=["layer.0"]) == []
+
+
 def test_a_weight_that_is_not_finite():
     said = said_in(still(lambda weight: weight.fill_(math.nan)))
     text = next(text for text in said if "no element" in text)
