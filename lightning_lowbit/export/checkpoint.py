@@ -187,7 +187,8 @@ def _check_fit(
     """Raises an error if a format or a setting does not fit a model; warns if the model will have no tokenizer."""
     if format.needs_network and original.config is None:
         raise ValueError(
-            f"The format {format.name} holds models of transformers, and the trained module has none: take dequantized."
+            f"The format {format.name} holds one model of transformers, and the trained module has none that holds all "
+            "quantized layers: take dequantized, or train with skip for layers beside it."
         )
     if calibrate is not None and not is_language_model(original.model):
         raise ValueError(
