@@ -102,7 +102,7 @@ def _quantized(original: TrainedModel, model: Any, casts: Mapping[str, Cast]) ->
         settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
         adapters.append(" ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)]))
     facts = {**original.facts, "adapters": f"merged: {'; '.join(adapters)}"}
-    return TrainedModel(model, layers, torch.float32, model.config, facts, (), original.model)
+    return TrainedModel(model, layers, torch.float32, model.config, facts, unmerged=original.model)
 
 
 def _name_in_base(name: str) -> str:

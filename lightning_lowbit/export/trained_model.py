@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit._torch import uncompiled
 from lightning_lowbit.checks import some
+from lightning_lowbit.export.smoothing import fold_smoothing
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
-from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision import restore
@@ -51,6 +51,7 @@ class TrainedModel:
     config: Any | None = None  # of ``transformers``; None for other models
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the training, for the model card
     shared: Sequence[Sequence[str]] = ()  # groups of layers whose weights are scaled by one amax, by name
+    folded: Mapping[str, float] = field(default_factory=dict)  # by layer, the change of its weight by smoothing
     unmerged: nn.Module | None = None  # with the adapters of the training, which ``model`` has in its weights
 
     @property
@@ -71,14 +72,14 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
 
     ``module`` is the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
     hyper-parameters; None for that of a recipe. ``in_few_bits`` refuses a model whose forward pass quantizes no weight,
-    and that has no adapters. A ``ValueError`` if the file is damaged, tells no casts, or is of a class that was not
-    given, or if its hyper-parameters do not make the model.
+    and that has no adapters, and folds smoothing into the weights. A ``ValueError`` if the file is damaged, tells no
+    casts, or is of a class that was not given, or if its hyper-parameters do not make the model.
     """
     loaded = load_checkpoint(checkpoint, advice=_OBJECTS)
     state = state_of(loaded)
     if state is None or state.get("trained") is None:
         raise ValueError(
-            f"{checkpoint} does not tell how it was trained: it holds no casts. Export a checkpoint of a run with a "
+            f"{checkpoint} does not tell how it was trained: it holds no casts. Give a checkpoint of a run with a "
             "plugin of lightning_lowbit, not one of weights alone."
         )
     if (hyper_parameters := loaded.get("hyper_parameters")) is None:
@@ -94,10 +95,12 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
     _assign(whole, _state(whole, loaded, checkpoint), checkpoint)
     prefix, model, config = _network(whole, [name for name, casts in trained.planned.items() if casts != LinearCasts()])
     restore(model, loaded, prefix=prefix, weights=False)
-    if any(layer.casts.smooth == "channel" for layer in quantized_layers(model).values()):
-        fold(model)  # the same function, without smoothing
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     quantized = {name: layer for name, layer in layers.items() if layer.casts.fprop_w is not None}
+    compute_dtype, shared = COMPUTE_DTYPES[trained.compute_dtype][1], _shared(trained, prefix, quantized)
+    folded = {}
+    if in_few_bits and any(layer.casts.smooth == "channel" for layer in layers.values()):
+        folded = fold_smoothing(model, shared, compute_dtype)
     if in_few_bits and not quantized and not hasattr(model, "peft_config"):
         raise ValueError(
             f"{checkpoint} was saved in phase {state['phase']!r}, with casts {trained}: its forward pass quantizes no "
@@ -115,8 +118,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         "hyper_parameters": {name: value for name, value in hyper_parameters.items() if not name.startswith("_")},
         "run": _run_facts(Path(checkpoint).expanduser()),
     }
-    compute_dtype = COMPUTE_DTYPES[trained.compute_dtype][1]
-    return TrainedModel(model, quantized, compute_dtype, config, facts, _shared(trained, prefix, quantized))
+    return TrainedModel(model, quantized, compute_dtype, config, facts, shared, folded=folded)
 
 
 def _shared(trained: Trained, prefix: str, layers: Mapping[str, QuantizedLayer]) -> list[list[str]]:
