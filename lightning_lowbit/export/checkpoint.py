@@ -255,8 +255,8 @@ def explain_formats(original: TrainedModel) -> str:
     if original.has_adapters:
         names = [name for name, format in FORMATS.items() if format.own_cast is not None]
         return (
-            "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
-            f"these in any case: {some(names, 20)}. Give one: --format NAME --output DIR."
+            "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and, "
+            f"for layers that they hold, these: {some(names, 20)}. Give one: --format NAME --output DIR."
         )
     if names := fitting(original):
         return f"Formats that hold it: {some(names, 20)}. Give one: --format NAME --output DIR."

@@ -104,7 +104,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
     if in_few_bits and not quantized and not hasattr(model, "peft_config"):
         raise ValueError(
             f"{checkpoint} was saved in phase {state['phase']!r}, with casts {trained}: its forward pass quantizes no "
-            "weight, so that there is nothing to export in few bits. Use save_pretrained."
+            "weight, so that there is nothing to export in few bits. Save it as it is: save_pretrained, or torch.save."
         )
     data: Mapping[str, Any] = next(
         (loaded[key] for key in loaded if key.endswith("DataModule") and isinstance(loaded[key], Mapping)), {}
