@@ -110,7 +110,7 @@ def export_checkpoint(
     original = read(checkpoint, module)
     if tokenizer is not None:
         original = replace(original, facts={**original.facts, "tokenizer": tokenizer})
-    _check_fit(original, chosen, calibrate, shape, merge)
+    _check_fit(original, chosen, calibrate, shape, merge, rescale)
     if merge:
         original = merge_adapters(original, chosen, dense_dtype)
     tokens = tokens_of(original, calibrate) if is_language_model(original.model) else None
@@ -136,12 +136,10 @@ def export_checkpoint(
 
 
 def _rows(format: Format, original: TrainedModel, folder: Path, options: Options) -> Sequence[Written]:
-    """Writes a model; returns a row for each layer, whose error includes that of adapters that were merged."""
+    """Writes a model; returns a row for each layer, whose error includes that of adapters or smoothing."""
     rows = format.write(original, folder, options)
-    if original.unmerged is None:
-        return rows
-    changes = rounding_errors(original)
-    return [replace(row, error=max(row.error, changes[row.name])) for row in rows]
+    changes = original.folded if original.unmerged is None else rounding_errors(original)
+    return [replace(row, error=max(row.error, changes.get(row.name, 0.0))) for row in rows]
 
 
 def _chosen(format: str, dtype: str | None) -> tuple[Format, torch.dtype]:
@@ -182,12 +180,18 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -
 
 
 def _check_fit(
-    original: TrainedModel, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None, merge: bool
+    original: TrainedModel,
+    format: Format,
+    calibrate: str | Path | None,
+    shape: Sequence[int] | None,
+    merge: bool,
+    rescale: bool,
 ) -> None:
     """Raises an error if a format or a setting does not fit a model; warns if the model will have no tokenizer."""
     if format.needs_network and original.config is None:
         raise ValueError(
-            f"The format {format.name} holds models of transformers, and the trained module has none: take dequantized."
+            f"The format {format.name} holds one model of transformers, and the trained module has none that holds all "
+            "quantized layers: take dequantized, or train with skip for layers beside it."
         )
     if calibrate is not None and not is_language_model(original.model):
         raise ValueError(
@@ -208,6 +212,12 @@ def _check_fit(
         raise ValueError(
             "The trained module has adapters, which no format here holds beside a base. Give merge (--merge), which "
             "adds them to the weights and rounds the sums to few bits; PEFT's save_pretrained writes adapters alone."
+        )
+    if original.folded and not (rescale or merge):
+        raise ValueError(
+            f"Smoothing is multiplied into rows of {some([*original.folded])}, and scales of more than a row round "
+            "them otherwise than in training. Train with scales of rows (fp8-row, mxfp8), or give rescale (--rescale), "
+            "which quantizes these weights again and tells the error of each layer."
         )
 
 
@@ -245,8 +255,8 @@ def explain_formats(original: TrainedModel) -> str:
     if original.has_adapters:
         names = [name for name, format in FORMATS.items() if format.own_cast is not None]
         return (
-            "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
-            f"these in any case: {some(names, 20)}. Give one: --format NAME --output DIR."
+            "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and, "
+            f"for layers that they hold, these: {some(names, 20)}. Give one: --format NAME --output DIR."
         )
     if names := fitting(original):
         return f"Formats that hold it: {some(names, 20)}. Give one: --format NAME --output DIR."

@@ -42,16 +42,18 @@ class SafetensorsWriter:
         return _size(tensors)
 
     def finish(self, original: TrainedModel, without: set[str], dtype: torch.dtype) -> None:
-        """Writes the other tensors of a model, of tied ones the first, ``without`` those of some names, and the index.
-        Floating point parameters are cast to ``dtype``. Names of several files tell their number."""
+        """Writes the other tensors of a model, ``without`` those of some names, and the index. Of tied ones a network
+        takes the first, and other modules all. Floating point parameters are cast to ``dtype``. Names of several files
+        tell their number."""
         parameters = dict(original.model.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, tensor in original.model.state_dict(keep_vars=True).items():
             if name in without or id(tensor) in seen or not isinstance(tensor, Tensor):
                 continue
-            seen.add(id(tensor))
+            if original.config is not None:
+                seen.add(id(tensor))
             is_cast = name in parameters and tensor.is_floating_point()
-            self.add({name: tensor.detach().to(dtype) if is_cast else tensor})
+            self.add({name: in_dtype(name, tensor.detach(), dtype) if is_cast else tensor})
         self._write()
         if len(self._files) == 1:
             self._files[0][0].rename(self.folder / WHOLE)
@@ -73,6 +75,18 @@ class SafetensorsWriter:
             save_file(self._waiting, path, metadata={"format": "pt"})
             self._files.append((path, [*self._waiting], _size(self._waiting)))
             self._waiting = {}
+
+
+def in_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in the dtype of a file; a ``ValueError`` that names it if that does not hold a value, or it
+    holds NaN."""
+    rounded = tensor.to(dtype)
+    if bool((rounded.isinf() & tensor.isfinite()).any()):
+        short = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name} has values that {short} does not hold: give --dtype bf16 or fp32.")
+    if bool(rounded.isnan().any()):
+        raise ValueError(f"{name} holds NaN: export a checkpoint from before.")
+    return rounded
 
 
 def write_network(

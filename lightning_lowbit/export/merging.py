@@ -53,7 +53,7 @@ def merge_adapters(original: TrainedModel, format: Format, dtype: torch.dtype) -
         reasons = f"{some(refused)}: {next(iter(refused.values()))}"
     raise ValueError(
         f"The format {format.name} has no cast for merged weights here ({reasons}). Take another one, such as "
-        "nvfp4-w4a16, int4 or gguf."
+        "gguf, or dequantized for a base in few bits."
     )
 
 
@@ -71,7 +71,10 @@ def _dense(trained: Any) -> Any:
     try:  # prompts cannot be merged, and sums may be infinite
         state: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"PEFT cannot merge these adapters into the weights: {error}") from error
+        raise ValueError(
+            f"PEFT cannot merge these adapters into the weights: {str(error).rstrip('.')}. It merges adapters of "
+            "matrices in a model of get_peft_model; evaluate others with restore."
+        ) from error
     base = trained.get_base_model()
     with parameters_on_meta():
         model = type(base)(copy.deepcopy(base.config))
@@ -102,7 +105,7 @@ def _quantized(original: TrainedModel, model: Any, casts: Mapping[str, Cast]) ->
         settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
         adapters.append(" ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)]))
     facts = {**original.facts, "adapters": f"merged: {'; '.join(adapters)}"}
-    return TrainedModel(model, layers, torch.float32, model.config, facts, (), original.model)
+    return TrainedModel(model, layers, torch.float32, model.config, facts, unmerged=original.model)
 
 
 def _name_in_base(name: str) -> str:

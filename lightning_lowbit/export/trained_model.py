@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit._torch import uncompiled
 from lightning_lowbit.checks import some
+from lightning_lowbit.export.smoothing import fold_smoothing
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
-from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision import restore
@@ -32,6 +33,7 @@ from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
 _RECIPES = "lightning_lowbit.recipes."
 _CAUSAL_LM = f"{_RECIPES}models.CausalLM"
+_OF_THE_COMMAND = ("_class_path", "_instantiator")  # entries of LightningCLI beside the hyper-parameters
 _OBJECTS = (
     "If you trust whoever wrote it, load it with torch.load(path, weights_only=False), remove such objects, and "
     "torch.save the rest."
@@ -49,6 +51,7 @@ class TrainedModel:
     config: Any | None = None  # of ``transformers``; None for other models
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the training, for the model card
     shared: Sequence[Sequence[str]] = ()  # groups of layers whose weights are scaled by one amax, by name
+    folded: Mapping[str, float] = field(default_factory=dict)  # by layer, the change of its weight by smoothing
     unmerged: nn.Module | None = None  # with the adapters of the training, which ``model`` has in its weights
 
     @property
@@ -69,14 +72,14 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
 
     ``module`` is the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
     hyper-parameters; None for that of a recipe. ``in_few_bits`` refuses a model whose forward pass quantizes no weight,
-    and that has no adapters. A ``ValueError`` if the file is damaged, tells no casts, or is of a class that was not
-    given, or if its hyper-parameters do not make the model.
+    and that has no adapters, and folds smoothing into the weights. A ``ValueError`` if the file is damaged, tells no
+    casts, or is of a class that was not given, or if its hyper-parameters do not make the model.
     """
     loaded = load_checkpoint(checkpoint, advice=_OBJECTS)
     state = state_of(loaded)
     if state is None or state.get("trained") is None:
         raise ValueError(
-            f"{checkpoint} does not tell how it was trained: it holds no casts. Export a checkpoint of a run with a "
+            f"{checkpoint} does not tell how it was trained: it holds no casts. Give a checkpoint of a run with a "
             "plugin of lightning_lowbit, not one of weights alone."
         )
     if (hyper_parameters := loaded.get("hyper_parameters")) is None:
@@ -85,21 +88,23 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         raise ValueError(f"{checkpoint} has hyper_parameters that are no mapping of names: it is damaged.")
     trained = Trained.read(state["trained"])
     path = module or _class_name(hyper_parameters, checkpoint)
-    whole = _module(path, hyper_parameters)
+    whole = _module(path, hyper_parameters, loaded.get("hparams_name"))
     if not path.startswith(_RECIPES):  # whose hook does what follows here
         loaded = run_hooks(whole, loaded)
     whole = _uncompiled(whole)
     _assign(whole, _state(whole, loaded, checkpoint), checkpoint)
-    prefix, model = _network(whole, [name for name, casts in trained.planned.items() if casts != LinearCasts()])
+    prefix, model, config = _network(whole, [name for name, casts in trained.planned.items() if casts != LinearCasts()])
     restore(model, loaded, prefix=prefix, weights=False)
-    if any(layer.casts.smooth == "channel" for layer in quantized_layers(model).values()):
-        fold(model)  # the same function, without smoothing
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     quantized = {name: layer for name, layer in layers.items() if layer.casts.fprop_w is not None}
+    compute_dtype, shared = COMPUTE_DTYPES[trained.compute_dtype][1], _shared(trained, prefix, quantized)
+    folded = {}
+    if in_few_bits and any(layer.casts.smooth == "channel" for layer in layers.values()):
+        folded = fold_smoothing(model, shared, compute_dtype)
     if in_few_bits and not quantized and not hasattr(model, "peft_config"):
         raise ValueError(
             f"{checkpoint} was saved in phase {state['phase']!r}, with casts {trained}: its forward pass quantizes no "
-            "weight, so that there is nothing to export in few bits. Use save_pretrained."
+            "weight, so that there is nothing to export in few bits. Save it as it is: save_pretrained, or torch.save."
         )
     data: Mapping[str, Any] = next(
         (loaded[key] for key in loaded if key.endswith("DataModule") and isinstance(loaded[key], Mapping)), {}
@@ -113,8 +118,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         "hyper_parameters": {name: value for name, value in hyper_parameters.items() if not name.startswith("_")},
         "run": _run_facts(Path(checkpoint).expanduser()),
     }
-    compute_dtype, config = COMPUTE_DTYPES[trained.compute_dtype][1], getattr(model, "config", None)
-    return TrainedModel(model, quantized, compute_dtype, config, facts, _shared(trained, prefix, quantized))
+    return TrainedModel(model, quantized, compute_dtype, config, facts, shared, folded=folded)
 
 
 def _shared(trained: Trained, prefix: str, layers: Mapping[str, QuantizedLayer]) -> list[list[str]]:
@@ -153,7 +157,7 @@ def _class_name(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
     )
 
 
-def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
+def _module(path: str, hyper_parameters: Mapping[str, Any], name_of_all: Any = None) -> nn.Module:
     """Returns a module of a class with its hyper-parameters. Only those of recipes have parameters on the meta device:
     others may draw or compute something from theirs when they are made."""
     package, _, name = path.rpartition(".")
@@ -163,7 +167,7 @@ def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
         raise ValueError(f"--module is package.module.Class; {path!r} cannot be imported ({error}).") from error
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"--module is the class of a LightningModule; {path!r} is {cls!r}.")
-    arguments = {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
+    arguments = _arguments(cls, hyper_parameters, name_of_all)
     if "pretrained" in arguments:  # its weights are those of the checkpoint
         arguments["pretrained"] = False
     try:
@@ -181,6 +185,17 @@ def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
             f"{' '.join(str(error).split()).rstrip('.')}). {advice}"
         ) from error
     return module
+
+
+def _arguments(cls: type[nn.Module], hyper_parameters: Mapping[str, Any], name_of_all: Any) -> dict[str, Any]:
+    """Returns the arguments of a class, as Lightning's ``load_from_checkpoint`` gives them: those that it takes, or one
+    that holds them all."""
+    arguments = {name: value for name, value in hyper_parameters.items() if name not in _OF_THE_COMMAND}
+    parameters = signature(cls).parameters
+    if name_of_all in parameters:
+        return {name_of_all: arguments}
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
@@ -235,26 +250,26 @@ def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> 
             setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
-def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
-    """Returns name and module of the transformers model that holds the quantized layers; else ``""`` and the module."""
-    modules = dict(module.named_modules())
-    models = {name: m for name, m in modules.items() if hasattr(m, "config") and hasattr(m, "save_pretrained")}
-    if not models:
-        return "", module
+def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module, Any | None]:
+    """Returns name, module and configuration of the transformers model that holds all quantized layers; without one
+    ``""``, the module and None."""
+    models = {name: part for name, part in module.named_modules() if _is_network(part)}
     holding = [name for name in models if not name or any(layer.startswith(f"{name}.") for layer in layers)]
-    name = holding[0] if holding else next(iter(models))  # models within it come later
+    name = next(iter(holding or models), "")  # models within it come later
     inside = f"{name}." if name else ""
-    if outside := [layer for layer in layers if not layer.startswith(inside)]:
-        raise ValueError(
-            f"The layers {some(outside)} were quantized, and are outside of {name}, the model of transformers that "
-            "would be exported. Train with skip for them, or give a --module that holds one model alone."
-        )
+    if not models or not all(layer.startswith(inside) for layer in layers):
+        return "", module, None
     if others := [parameter for parameter, _ in module.named_parameters() if not parameter.startswith(inside)]:
         rank_zero_warn(
             f"The trained module has {some(others)} outside of {name}, the model of transformers: they are not "
             "exported."
         )
-    return name, models[name]
+    model: Any = models[name]
+    return name, model, model.config
+
+
+def _is_network(module: nn.Module) -> bool:
+    return all(hasattr(part, "save_pretrained") for part in (module, getattr(module, "config", None)))
 
 
 def is_language_model(model: Any) -> bool:

@@ -93,7 +93,7 @@ def matrices(
 
     A weight is ``[out_features, in_features]``, or a stack of such, in the dtype in which the training computed. Layers
     that share an amax are read when the first of them comes, and have the amax from then on. ``together`` are names of
-    other layers to read at the same time.
+    other layers to read at the same time. A ``ValueError`` for a weight that is not finite.
     """
     companions: dict[str, list[str]] = {}  # by name, all members of its group, and of groups that overlap with it
     for group in (*original.shared, *together):
@@ -102,7 +102,7 @@ def matrices(
     waiting: dict[str, Tensor] = {}
     for name in original.layers:
         layers = {} if name in waiting else {member: original.layers[member] for member in companions.get(name, [name])}
-        read = {member: layer.weight_matrix().detach().to(original.dtype) for member, layer in layers.items()}
+        read = {member: _read(member, layer, original.dtype) for member, layer in layers.items()}
         for group in original.shared:
             if group[0] in read:
                 amax = torch.stack([amax_of(read[member]) for member in group]).amax()
@@ -110,6 +110,13 @@ def matrices(
                     layers[member].lowbit.weight_amax = amax
         waiting |= read
         yield name, waiting.pop(name), read
+
+
+def _read(name: str, layer: QuantizedLayer, dtype: torch.dtype) -> Tensor:
+    weight = layer.weight_matrix().detach().to(dtype)
+    if not weight.isfinite().all():
+        raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
+    return weight
 
 
 @torch.no_grad()
@@ -120,7 +127,7 @@ def weights(
 
     ``fused`` and ``rescale`` are those of a format and its options; ``scale_dtype`` is that of rows' and blocks' scales
     in engines, None for the file's. A ``ValueError`` where engines need other scales, and ``rescale`` is False or no
-    such scale is near; or for a weight that is not finite.
+    such scale is near; or as :func:`matrices`.
     """
     fusing = fused_groups(original) if fused else []
     amaxes: dict[str, Tensor] = {}
@@ -129,8 +136,6 @@ def weights(
         cast = weight_cast(layer)
         if weight.dim() != 2:
             continue
-        if not weight.isfinite().all():
-            raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
         amaxes |= _largest(original, read, [group for group in fusing if group[0] in read], rescale)
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
         changed = quantize(weight, cast, amax=amaxes[name]) if name in amaxes else trained

@@ -77,6 +77,28 @@ class Hooked(Plain):
         checkpoint["state_dict"]["net.0.bias"] = checkpoint["state_dict"].pop("before")
 
 
+class Sized(Plain):
+    def __init__(self, width=16, seed=0):
+        super().__init__(seed)
+
+
+class Inherited(Sized):
+    """Does not take a hyper-parameter that its base class saves."""
+
+    def __init__(self, seed=0):
+        super().__init__(16, seed)
+
+
+class Configured(Plain):
+    """Is made from a mapping, which it keeps under a name that models of ``transformers`` have."""
+
+    def __init__(self, options=None, seed=0):
+        options = options or {"seed": seed, "width": 16}
+        super().__init__(options["seed"])
+        self.save_hyperparameters(options)
+        self.config = options
+
+
 class Partial(Plain):
     """Leaves frozen weights, which a seed makes anew, out of its checkpoints."""
 

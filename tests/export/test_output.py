@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_lowbit.cli import main
-from lightning_lowbit.export.checkpoint import explain_formats
+from lightning_lowbit.export.checkpoint import explain_formats, fitting
 from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.table import FORMATS
-from tests.export.originals import export, trained_model
+from tests.export.originals import export, language_model, trained_model
 from tests.tables import each
 
 pytest.importorskip("gguf")
@@ -120,7 +120,14 @@ def test_halves_of_one_tensor_are_two_weights_and_what_is_in_high_precision_is_w
     model = two_layers(lambda _: nn.Parameter(halves[64:]))
     model[0].weight = nn.Parameter(halves[:64])
     assert "dequantized" in explain_formats(trained_model(model, "nvfp4"))
-    model = nn.Sequential(*two_layers(lambda w: nn.Parameter(w.data)), nn.Linear(64, 64))
-    original = trained_model(model, "nvfp4", skip=["0", "1"])
-    FORMATS["dequantized"].write(original, tmp_path, Options(dtype=torch.float32))
-    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+    for second in TIED[:2]:
+        model = nn.Sequential(*two_layers(second), nn.Linear(64, 64))
+        original = trained_model(model, "nvfp4", skip=["0", "1"])
+        FORMATS["dequantized"].write(original, tmp_path, Options(dtype=torch.float32))
+        assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+
+
+def test_gguf_is_listed_where_llama_cpp_has_all_parts_of_the_network():
+    for bias in (False, True):  # llama.cpp adds that of a feed-forward layer before it multiplies by a scale
+        formats = fitting(language_model("llama", "nvfp4", mlp_bias=bias, intermediate_size=128))
+        assert ("gguf" in formats) == (not bias) and "nvfp4-w4a16" in formats

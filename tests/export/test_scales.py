@@ -1,14 +1,26 @@
 """Scales that an engine keeps in fewer digits: codes stay those of the training, or the export is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, Scale, TernaryPrecision, quantize
+from lightning_lowbit import (
+    Cast,
+    IntegerPrecision,
+    LinearCasts,
+    LowBitPrecision,
+    Scale,
+    TernaryPrecision,
+    quantize,
+)
 from lightning_lowbit.export.formats import bitnet
 from lightning_lowbit.export.formats.gguf.blocks import block_type, pack
+from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.export.weights import weights
-from tests.export.originals import trained_model
+from lightning_lowbit.recipes.models import CausalLM
+from tests.export.originals import export, fit, trained_model
 from tests.tables import each
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,3 +88,27 @@ def test_gguf_and_bitnet_know_where_float16_ends():
         with pytest.raises(ValueError, match="give --dtype bf16 or fp32"):
             bitnet.error(weight, torch.float16)
         assert bitnet.error(weight, torch.bfloat16) >= 0
+
+
+@torch.no_grad()
+def test_folded_smoothing_keeps_the_codes_of_rows_and_is_told_where_other_scales_round_again(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = torch.arange(64)[None]
+    for casts, shared, layers in (
+        ("fp8-row", [], set()),
+        ("fp8-current", [], {"up_proj"}),
+        ("fp8-current", ["gate_proj|up_proj"], {"gate_proj", "up_proj"}),
+    ):
+        model = CausalLM("llama", {**sizes, "vocab_size": 256}, 0, optimizer=partial(torch.optim.AdamW, lr=3e-3))
+        how = {"smooth_swiglu": "channel", "shared_amax": shared, "compute_dtype": "fp32", "skip": ["lm_head"]}
+        with torch.enable_grad():
+            path = fit(model, LowBitPrecision(casts, **how), tmp_path, 2)
+        folded, smoothed = read(path), read(path, in_few_bits=False)
+        logits = [original.model(input_ids=tokens).logits for original in (folded, smoothed)]
+        assert torch.equal(*logits) == (not layers)
+        assert {name.rpartition(".")[2] for name in folded.folded} == layers
+        if layers:
+            with pytest.raises(ValueError, match="mlp.up_proj.* otherwise than in training.*--rescale"):
+                export(path, "dequantized", tmp_path / "out", overwrite=True)
+        rows = export(path, "dequantized", tmp_path / "out", dtype="fp32", rescale=True, overwrite=True).rows
+        assert {row.name.rpartition(".")[2] for row in rows if row.error > 0} == layers

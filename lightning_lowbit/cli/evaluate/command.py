@@ -25,7 +25,7 @@ from lightning_lowbit.packages import install, install_extra
 
 _NO_LOGITS = (
     "{} holds a {}, which gives no logits of a next token. The tasks of the harness take a causal language model of "
-    "transformers, or in a checkpoint a module that holds one."
+    "transformers, or in a checkpoint a module that holds one, with all quantized layers in it."
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.export.folder import SafetensorsWriter, load_network, write_network, write_tokenizer
+from lightning_lowbit.export.folder import SafetensorsWriter, in_dtype, load_network, write_network, write_tokenizer
 from lightning_lowbit.export.formats.base import Format, Options, Written
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import common_obstacle, matrices, weight_cast
@@ -37,7 +37,7 @@ def _write(format: Format, original: TrainedModel, folder: Path, options: Option
         layer = original.layers[name]
         parameter = names[id(layer.weight)]
         values = _quantized_parameter(layer, matrix)
-        stored = values.to(options.dtype)
+        stored = in_dtype(parameter, values, options.dtype)
         rounding = float((stored.float() - values).abs().max())
         size = writer.add({parameter: stored})
         rows.append(Written(name, str(layer.casts.fprop_w), "dequantized", size, rounding))

@@ -128,8 +128,8 @@ class _TellTokens:
 def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Model:
     """Merges the smoothing per channel into the weights, in place: up projections times s, down projections times 1/s.
 
-    The model, which is returned, computes the same function to the bit without smoothing, for engines that quantize
-    with one scale per tensor.
+    The model, which is returned, computes the same function without smoothing, for engines that quantize with one scale
+    per tensor: to the bit where it is not quantized, or by scales of rows. Others round up projections anew.
 
     Args:
         model: trained with smoothing; or any model of the same layers, with ``channel_amax``.

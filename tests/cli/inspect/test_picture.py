@@ -58,6 +58,7 @@ OBJECT = {"state_dict": {"w": torch.ones(2, 16)}, "hyper_parameters": partial(pr
 NUMBERS = {"bias": torch.ones(16), "count": torch.ones(2, 16, dtype=torch.int64), "step": 1}
 SPARSE = {"up.weight": torch.eye(16).to_sparse(), "down.weight": torch.randn(2, 16)}
 CODES = {"up.weight": torch.zeros(2, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
+EXPORTED = {"up.weight_packed": torch.zeros(32, 8, dtype=torch.uint8), "up.weight_scale": torch.ones(32, 1)}
 HALF = '{"weight_map": {"w": "1.safetensors"}}'
 INDEX, NO_INDEX = "pytorch_model.bin.index.json", "/pytorch_model.bin.index.json does not name the files of weights"
 
@@ -90,6 +91,7 @@ def write(name, content):
         ("sparse.pt", SPARSE, "up is sparse (sparse_coo); save weight.to_dense(). Name the other weights with --only"),
         ("meta.pt", {"up.weight": torch.empty(2, 16, device="meta")}, "up has a shape and no numbers (it is on the me"),
         ("codes.safetensors", CODES, "up holds codes of FP4, two in a byte, which are quantized already. Name the"),
+        ("exported.safetensors", EXPORTED, "up.weight_scale is of a layer that is quantized already"),
         ("half/model.safetensors.index.json", HALF, "No such file or directory: half/1.safetensors"),
     ],
 )

@@ -92,12 +92,14 @@ def test_the_last_row_is_a_mean_over_elements(capsys):
 
 
 def test_what_is_no_weight_is_passed_over_and_the_means_have_a_header_of_their_own(capsys):
-    """Beside a matrix: 0-d, objects of other kinds, keys that are no text; stacks of matrices are named."""
+    """Beside a matrix: 0-d, objects of other kinds, keys that are no text; stacks of matrices and codes are named."""
     state = {"x.weight": torch.randn(16, 32), "x.bias": torch.tensor(1.0), "y.weight": torch.randn(2, 16)}
     state |= {"y.bias": 3, 7: torch.ones(2, 2), None: 1, ("a", 1): {}, "0.weight": torch.ones(16, 3, 3, 3)}
+    state["z.weight"] = torch.zeros(9, dtype=torch.uint8)
     torch.save(state, "it.ckpt")
     assert inspect("it.ckpt", "--casts", "nvfp4,mxfp4") == 0
-    left_out, *_, x, _, y, _, blank, header, first, second, _, picture = capsys.readouterr().out.splitlines()
+    codes, left_out, *_, x, _, y, _, blank, header, first, second, _, picture = capsys.readouterr().out.splitlines()
+    assert codes == "Left out, because they are codes: z (quantized already, as by pack_frozen)."
     assert left_out == "Left out, because they are no matrices: 0 (convolutions, stacks of experts)."
     assert (blank, header.split()[:2], picture.split()[0]) == ("", ["weight", "shape"], "Picture:")
     assert [line.split()[0] for line in (x, y, first, second)] == ["x", "y", "mean", "mean"]

@@ -23,10 +23,11 @@ from lightning_lowbit.checks import from_fields, some
 from lightning_lowbit.cli.lab.inspect.options import KINDS
 from lightning_lowbit.cli.options import check_whole
 from lightning_lowbit.export.reading.files import opened
+from lightning_lowbit.export.reading.layouts import layers_of
 from lightning_lowbit.metrics import CastStatistics, cast_statistics, levels
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 from lightning_lowbit.patterns import clean_name, select
-from lightning_lowbit.precision.checkpoints.files import load_checkpoint
+from lightning_lowbit.precision.checkpoints.files import FLOATS, load_checkpoint
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
@@ -56,12 +57,15 @@ def inspect(options: Namespace) -> None:
     candidates = parse_casts(options.casts)
     tensors = read_tensors(path)
     weights = matrices(tensors, path)
+    if coded := [_layer_of(key) for key in tensors if key.endswith("weight") and tensors[key].dtype == torch.uint8]:
+        print(f"Left out, because they are codes: {some(coded)} (quantized already, as by pack_frozen).")
     if stacks := [_layer_of(key) for key, value in tensors.items() if value.dim() > 2 and value.is_floating_point()]:
         print(f"Left out, because they are no matrices: {some(stacks)} (convolutions, stacks of experts).")
     transposed = select(list(weights), options.transposed, "--transposed", "weight")
     chosen = select(list(weights), options.only, "--only", "weight") if options.only else set(weights)
     names = [name for name in weights if name in chosen]
-    _check_numbers({name: weights[name] for name in names})
+    exported = [name for name in layers_of(tensors) if _dtype(tensors.get(f"{name}.weight")) not in FLOATS]
+    _check_numbers({name: weights[name] for name in names}, exported)
     _check_layout(tensors, {name: weights[name] for name in names if name not in transposed})
     errors = {}
     for name in Tqdm(names, leave=False, disable=None):  # a bar, only on a terminal
@@ -132,7 +136,11 @@ def _layer_of(key: str, kind: str = "weight") -> str:
     return re.sub(rf"\.{kind}$|(?<=\bin_proj)_{kind}$|(?<=\b[qkv]_proj)_{kind}$", "", clean_name(key))
 
 
-def _check_numbers(weights: Mapping[str, Tensor]) -> None:
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def _check_numbers(weights: Mapping[str, Tensor], exported: Sequence[str]) -> None:
     for name, weight in weights.items():
         reason = None
         if weight.is_meta:
@@ -141,6 +149,8 @@ def _check_numbers(weights: Mapping[str, Tensor]) -> None:
             reason = f"is sparse ({str(weight.layout).removeprefix('torch.')}); save weight.to_dense()"
         elif weight.dtype == torch.float4_e2m1fn_x2:
             reason = "holds codes of FP4, two in a byte, which are quantized already"
+        elif name in exported or name.rpartition(".")[0] in exported:
+            reason = "is of a layer that is quantized already, whose codes and scales are in several tensors"
         if reason is not None:
             raise ValueError(
                 f"{name or repr(name)} {reason}. Name the other weights with --only, or give another checkpoint."

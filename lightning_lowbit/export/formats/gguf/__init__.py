@@ -5,8 +5,7 @@ from functools import partial
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0, TQ2_0, BlockType
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp, chat
-from lightning_lowbit.export.formats.gguf.files import FILE, obstacle, write
-from lightning_lowbit.export.formats.gguf.networks import network_of
+from lightning_lowbit.export.formats.gguf.files import FILE, accept, obstacle, write
 from lightning_lowbit.quant import Cast, Scale
 
 
@@ -16,7 +15,7 @@ def _format(name: str, ternary: BlockType, own_cast: Cast | None) -> Format:
         partial(obstacle, ternary=ternary),
         partial(write, ternary=ternary),
         lambda folder: LlamaCpp(folder / FILE),
-        accepts=lambda original: network_of(original.config),
+        accepts=partial(accept, ternary=ternary),
         own_cast=own_cast,
         programs=("llama.cpp",),
         chat=chat,

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
+from lightning_lowbit.export.folder import in_dtype
 from lightning_lowbit.export.formats.base import Format, Options, Written, row
 from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
@@ -22,6 +24,7 @@ from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.patterns import clean_name
 
 FILE = "model.gguf"
+_Dense = dict[str, tuple[Tensor, torch.dtype, Tensor | None]]
 _F32 = 0
 _PLAIN = {torch.float32: _F32, torch.float16: 1, torch.bfloat16: 30}  # ``ggml_type`` of unquantized tensors
 
@@ -38,12 +41,10 @@ def write(
     """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit. A ``ValueError`` if
     llama.cpp has no such network, or no block type for a layer; float16 does not hold a scale, and ``options.rescale``
     is False; or the package ``gguf`` is missing."""
-    network = network_of(original.config)
-    check(original, {name: _obstacle(network, name, layer, ternary) for name, layer in original.layers.items()}, "gguf")
+    network, dense = _plan(original, ternary, options.dtype)
     from gguf import GGUFWriter  # here, as its absence is told by then
 
     kinds = {name: _type(layer, ternary) for name, layer in original.layers.items()}
-    dense = _dense(original, network, options.dtype)
     with closing(GGUFWriter(folder / FILE, network.architecture)) as writer:
         _describe(writer, original, network, kinds)
         for name, (tensor, dtype, _) in dense.items():
@@ -57,11 +58,26 @@ def write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, (tensor, dtype, order) in dense.items():
-            _put(writer, _rounded(name, tensor, dtype), order)
+            _put(writer, in_dtype(name, tensor, dtype), order)
         return [
             _put_layer(writer, weight, network, original.config, kinds[weight.name], options.rescale)
             for weight in weights(original)
         ]
+
+
+def accept(original: TrainedModel, ternary: BlockType = TQ2_0) -> None:
+    """Raises a ``ValueError`` if llama.cpp has no such network; or, where the package ``gguf`` tells the names of its
+    parts, lacks one, or does not compute one with the scale of its weight."""
+    network_of(original.config)
+    if find_spec("gguf") is not None:
+        _plan(original, ternary, torch.float32)
+
+
+def _plan(original: TrainedModel, ternary: BlockType, dtype: torch.dtype) -> tuple[Network, _Dense]:
+    """Returns the network of a file and its tensors that are not quantized; raises as :func:`write`."""
+    network = network_of(original.config)
+    check(original, {name: _obstacle(network, name, layer, ternary) for name, layer in original.layers.items()}, "gguf")
+    return network, _dense(original, network, dtype)
 
 
 def _type(layer: QuantizedLayer, ternary: BlockType) -> Any:
@@ -83,9 +99,7 @@ def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: Block
     return None
 
 
-def _dense(
-    original: TrainedModel, network: Network, dtype: torch.dtype
-) -> dict[str, tuple[Tensor, torch.dtype, Tensor | None]]:
+def _dense(original: TrainedModel, network: Network, dtype: torch.dtype) -> _Dense:
     """Returns the tensors that are not quantized, with their dtypes and the order of their rows in the file."""
     from transformers.pytorch_utils import Conv1D
 
@@ -106,15 +120,6 @@ def _dense(
     if unknown:
         raise ValueError(f"llama.cpp's {network.architecture!r} has no {some(unknown)}, which the trained model has.")
     return tensors
-
-
-def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = tensor.to(dtype)
-    if not bool(rounded.isfinite().all()):
-        raise ValueError(
-            f"{name} has values that {dtype} does not hold, or that are not finite. Export with --dtype bf16."
-        )
-    return rounded
 
 
 def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind: BlockType, rescale: bool) -> Written:
