@@ -191,11 +191,11 @@ def _arguments(cls: type[nn.Module], hyper_parameters: Mapping[str, Any], name_o
     """Returns the arguments of a class, as Lightning's ``load_from_checkpoint`` gives them: those that it takes, or one
     that holds them all."""
     arguments = {name: value for name, value in hyper_parameters.items() if name not in _OF_THE_COMMAND}
-    parameters = signature(cls).parameters
-    if name_of_all in parameters:
+    kinds = {name: parameter.kind for name, parameter in signature(cls).parameters.items()}
+    takes_any = Parameter.VAR_KEYWORD in kinds.values()
+    if name_of_all in kinds and kinds[name_of_all] is not Parameter.VAR_KEYWORD:
         return {name_of_all: arguments}
-    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+    return {name: value for name, value in arguments.items() if takes_any or name in kinds}
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

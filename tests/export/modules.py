@@ -89,6 +89,13 @@ class Inherited(Sized):
         super().__init__(16, seed)
 
 
+class Passing(Sized):
+    """Passes on all arguments under the name that Lightning has for hyper-parameters of any module."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
 class Configured(Plain):
     """Is made from a mapping, which it keeps under a name that models of ``transformers`` have."""
 

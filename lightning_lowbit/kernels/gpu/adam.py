@@ -178,7 +178,7 @@ class TritonParameters:
 class Scalars:
     """Reads and writes 0-d tensors on a GPU, one for each shard and name, as one tensor [P] for each name.
 
-    They become views of one tensor for each dtype, which is read and written at once. Those of the step before are.
+    They become views of one tensor for each dtype, which is read and written at once. Views of the step before stay.
     """
 
     def __init__(

@@ -68,7 +68,9 @@ def test_the_first_output_of_an_image_model_is_compared(trained, tmp_path):
         assert exported.outputs is not None and exported.outputs < limits[kind]
 
 
-@pytest.mark.parametrize("name", ["Drawn", "Computed", "Built", "Hooked", "Inherited", "Configured", "Partial"])
+@pytest.mark.parametrize(
+    "name", ["Drawn", "Computed", "Built", "Hooked", "Inherited", "Passing", "Configured", "Partial"]
+)
 def test_a_restored_module_and_an_exported_one_compute_as_it_was_trained(name, tmp_path):
     """They are made and loaded as Lightning's ``load_from_checkpoint`` does it."""
     module, x = getattr(modules, name)(seed=7), torch.randn(5, 16)
