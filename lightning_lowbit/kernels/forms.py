@@ -121,6 +121,7 @@ class RotationForm(NamedTuple):
 
 
 def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> RotationForm | None:
+    """Returns the form of a matrix that kernels may rotate by these signs, or measure."""
     if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.rotates(x, rotation, dim)):
         return None
     if rotation is None:
@@ -163,7 +164,7 @@ def product_form(product: Tensor, *others: object) -> torch.dtype | None:
 
 
 def product_sample(form: torch.dtype, device: torch.device) -> tuple[Any, ...] | None:
-    product, rows, columns, bias = _normal((40, 72), (40, 1), (1, 72), (72,), device=device)
+    product, rows, columns, bias = _normal((40, 72), (40, 1), (5, 1, 72), (72,), device=device)
     arguments = (product * 100).to(form), [rows, columns], bias, torch.bfloat16
     return arguments if triton.obstacle(device) is None else None
 

@@ -119,13 +119,15 @@ def _line_amaxes(x: Tensor, dim: int) -> Tensor:
     """Returns max|x| along a dimension."""
     if x.stride(dim) == 1:
         return torch.linalg.vector_norm(x, torch.inf, dim, dtype=torch.float32)
-    return _measured(x if dim == 0 else x.t(), x.shape[1 - dim])
+    matrix = x if dim == 0 else x.t()
+    return _measured(matrix, matrix.shape[1:])
 
 
-def _measured(x: Tensor, *columns: int) -> Tensor:
-    """Returns max|x| of a matrix, or of each of its ``columns``, in one launch and one for zeros."""
-    amax = torch.zeros(columns, dtype=torch.float32, device=x.device)
-    run(launches.peaks_launch(x, amax, bool(columns)))
+def _measured(x: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
+    """Returns max|x| of a matrix, or of each of its columns, whose number is then the ``shape``, in one launch and one
+    for zeros."""
+    amax = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    run(launches.peaks_launch(x, amax))
     return amax
 
 

@@ -20,7 +20,7 @@ from lightning_lowbit.kernels.gpu.sizes import (
     whole_groups,
 )
 from lightning_lowbit.kernels.layout import block_shape, multiples, round_up
-from lightning_lowbit.kernels.memory import checked
+from lightning_lowbit.kernels.memory import Misfit, checked
 from lightning_lowbit.kernels.numbers import CastNumbers, cast_numbers
 from lightning_lowbit.quant.blocks import ALL, tile_of
 from lightning_lowbit.quant.call import CastCall, is_rounded
@@ -31,6 +31,7 @@ from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 
 SUMS = 512  # programs that measure a mean
 
+_OF_PRODUCTS = "columns of products"  # how a factor spreads
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
@@ -290,11 +291,13 @@ def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor, dim: int) -> Launch:
     return launch("measure", min(programs, 4096), arguments, constants, warps)
 
 
-def peaks_launch(x: Tensor, amax: Tensor, of_columns: bool) -> Launch:
+def peaks_launch(x: Tensor, amax: Tensor) -> Launch:
     """Raises ``amax`` (float32, 0 before) to max|x| of the matrix (0-d), or of each column."""
-    rows, columns, steps, warps = (128, 64, 8, 4) if of_columns else (16, 1024, 1, 8)
+    by_column = amax.dim() == 1
+    rows, columns, steps, warps = (128, 64, 8, 4) if by_column else (16, 1024, 1, 8)
+    checked("an amax", amax, torch.float32, x.shape[1] if by_column else 1, x.device)
     arguments = {"x": x, "amax": amax.view(torch.int32), **_layout(x)}
-    constants = {"TILE": (rows, columns), "STEPS": steps, "OF_COLUMNS": of_columns}
+    constants = {"TILE": (rows, columns), "STEPS": steps, "BY_COLUMN": by_column}
     return launch("measure_peaks", _programs(x, (rows * steps, columns)), arguments, constants, warps)
 
 
@@ -330,12 +333,15 @@ def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor 
     for name, tensor in zip(("first", "second", "bias"), others, strict=True):
         arguments[name] = None if tensor is None else tensor.contiguous()
     spread = tuple(_axes(tensor) for tensor in others)
-    sizes = {"": 1, "rows": product.shape[0], "columns": product.shape[1], "both": product.numel()}
+    rows, columns = product.shape
+    sizes = {"": 1, "rows": rows, "columns": columns, "both": rows * columns}
+    if counts := {len(tensor) for tensor in others if tensor is not None and _axes(tensor) == _OF_PRODUCTS}:
+        count = counts.pop()
+        if counts or rows % count:
+            raise Misfit(f"Kernels need factors of products with as many rows each; got {count} of {rows} rows.")
+        arguments["product_rows"], sizes[_OF_PRODUCTS] = rows // count, count * columns
     for name, axes in zip(("first", "second", "bias"), spread, strict=True):
         if (tensor := arguments[name]) is not None:
-            if axes == "columns of products":
-                arguments["each"] = product.shape[0] // len(tensor)
-                sizes[axes] = len(tensor) * product.shape[1]
             checked("a factor or bias", tensor, tensor.dtype, sizes[axes], product.device)
     constants = {"SPREAD": spread, "TILE": size, "DTYPE": result.dtype}
     arguments |= {"result": result, **_layout(product)}
@@ -381,7 +387,7 @@ def _axes(tensor: Tensor | None) -> str:
     if tensor is None or tensor.numel() == 1:
         return ""
     if tensor.dim() == 3:
-        return "columns of products"
+        return _OF_PRODUCTS
     if tensor.dim() == 1 or tensor.shape[0] == 1:
         return "columns"
     return "rows" if tensor.shape[1] == 1 else "both"

@@ -35,26 +35,26 @@ def scale_and_round(
     SPREAD: tl.constexpr,
     TILE: tl.constexpr,
     DTYPE: tl.constexpr,
-    each=None,
+    product_rows=None,
 ):
-    """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes; a
-    product has ``each`` rows."""
+    """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes; of
+    products below each other, of ``product_rows``, columns may have their own."""
     OF_FIRST: tl.constexpr = SPREAD[0]
     OF_SECOND: tl.constexpr = SPREAD[1]
     OF_BIAS: tl.constexpr = SPREAD[2]
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     values = load_elements(x, row, column, row_stride, column_stride, mask)
     if first is not None:
-        values = values * _spread(first, row, column, rows, columns, each, OF_FIRST)
+        values = values * _spread(first, row, column, rows, columns, product_rows, OF_FIRST)
     if second is not None:
-        values = values * _spread(second, row, column, rows, columns, each, OF_SECOND)
+        values = values * _spread(second, row, column, rows, columns, product_rows, OF_SECOND)
     if bias is not None:
-        values = values + _spread(bias, row, column, rows, columns, each, OF_BIAS)
+        values = values + _spread(bias, row, column, rows, columns, product_rows, OF_BIAS)
     tl.store(result + (row.to(tl.int64) * columns + column), narrow(values, DTYPE), mask=mask)
 
 
 @triton.jit
-def _spread(tensor, row, column, rows, columns, each, AXES: tl.constexpr):
+def _spread(tensor, row, column, rows, columns, product_rows, AXES: tl.constexpr):
     """Contiguous values that broadcast over a tile of a matrix."""
     if AXES == "":
         return widen(tl.load(tensor))
@@ -63,7 +63,7 @@ def _spread(tensor, row, column, rows, columns, each, AXES: tl.constexpr):
     elif AXES == "columns":
         return widen(tl.load(tensor + column, mask=column < columns, other=0.0))
     else:
-        line = row // each if AXES == "columns of products" else row
+        line = row // product_rows if AXES == "columns of products" else row
         at = line.to(tl.int64) * columns + column
         return widen(tl.load(tensor + at, mask=(row < rows) & (column < columns), other=0.0))
 
@@ -107,7 +107,7 @@ def measure_peaks(
     column_stride,
     TILE: tl.constexpr,
     STEPS: tl.constexpr,
-    OF_COLUMNS: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
 ):
     """Raises the bits of the amax of a matrix, or of each column; a program has ``STEPS`` tiles below each other."""
     across = tl.cdiv(columns, TILE[1])
@@ -118,7 +118,7 @@ def measure_peaks(
         row = (down + step) * TILE[0] + tl.arange(0, TILE[0])[:, None]
         elements = load_elements(x, row, column, row_stride, column_stride, (row < rows) & (column < columns))
         peaks = tl.maximum(peaks, magnitude_bits(elements))
-    if OF_COLUMNS:
+    if BY_COLUMN:
         tl.atomic_max(amax + column, tl.max(peaks, 0, keep_dims=True), mask=column < columns)
     else:
         tl.atomic_max(amax, tl.max(peaks))

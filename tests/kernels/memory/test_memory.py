@@ -95,6 +95,18 @@ def test_signs_of_a_stack_lie_one_after_the_other():
         stacks.amax_launch(torch.ones(8, 32), call, (3, 8), torch.zeros(2))
 
 
+def test_factors_of_products_and_amaxes_fit_the_matrix():
+    product, result = torch.ones(10, 8), torch.empty(10, 8)
+    for factors in ([torch.ones(3, 1, 8)], [torch.ones(5, 1, 8), torch.ones(2, 1, 8)]):
+        with pytest.raises(Misfit, match="factors of products with as many rows each"):
+            launches.scale_and_round_launch(product, factors, None, result)
+    with pytest.raises(Misfit, match="a factor or bias as 16 contiguous elements"):
+        launches.scale_and_round_launch(product, [torch.ones(2, 1, 4)], None, result)
+    for amax in (torch.zeros(10), torch.zeros(8, dtype=torch.int32)):
+        with pytest.raises(Misfit, match="need an amax as 8 contiguous elements of torch.float32"):
+            launches.peaks_launch(product, amax)
+
+
 # --- packed bytes -----------------------------------------------------------------------------------------------------
 
 PACKED = [
