@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.nn.conversion.shared_amax import share
 from lightning_lowbit.nn.conversion.smooth_swiglu import fold, swiglus
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.patterns import clean_name
@@ -53,9 +54,7 @@ def _weights(
     """Returns the weights of layers by name, as the forward pass quantizes them, float32."""
     matrices = {name: layers[name].weight_matrix().detach().to(dtype) for name in {*names, *sum(map(list, groups), [])}}
     for group in groups:
-        amax = torch.stack([amax_of(matrices[name]) for name in group]).amax()
-        for name in group:
-            layers[name].lowbit.weight_amax = amax
+        share([layers[name] for name in group], torch.stack([amax_of(matrices[name]) for name in group]))
     values = {}
     for name, layer in names.items():
         assert isinstance(cast := layer.casts.fprop_w, Cast)

@@ -16,6 +16,7 @@ from lightning_lowbit.checks import some
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.kernels.memory import overlaps
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
+from lightning_lowbit.nn.conversion.shared_amax import share
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.quant import Cast, Quantized, quantize
@@ -105,9 +106,7 @@ def matrices(
         read = {member: _read(member, layer, original.dtype) for member, layer in layers.items()}
         for group in original.shared:
             if group[0] in read:
-                amax = torch.stack([amax_of(read[member]) for member in group]).amax()
-                for member in group:
-                    layers[member].lowbit.weight_amax = amax
+                share([layers[member] for member in group], torch.stack([amax_of(read[member]) for member in group]))
         waiting |= read
         yield name, waiting.pop(name), read
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.facts import LAYER_FACTS, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.patterns import clean_name, select
 from lightning_lowbit.quant.shard import amax_of
 
@@ -49,14 +49,19 @@ class SharedAmaxes:
         amaxes = [amax_of(weight) for weight in weights] if amaxes_of is None else amaxes_of(weights)
         by_group = torch.split(torch.stack([*amaxes]), [len(group) for group in self._groups])
         for group, members in zip(self._groups, by_group, strict=True):
-            shared = members.amax()  # a new tensor: a pending backward pass may read the former one
-            for layer in group:
-                layer.lowbit.weight_amax = shared
+            share(group, members)
 
     def release(self) -> None:
         for group in self._groups:
             for layer in group:
                 layer.lowbit.weight_amax = None
+
+
+def share(layers: Iterable[QuantizedLayer], amaxes: Tensor) -> None:
+    """Scales the weights of layers by the largest of their amaxes, ``[layers]``."""
+    shared = amaxes.amax()  # a new tensor: a pending backward pass may read the former one
+    for layer in layers:
+        layer.lowbit.weight_amax = shared
 
 
 def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
