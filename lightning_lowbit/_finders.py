@@ -28,7 +28,6 @@ MOVED = {
     "kernels.cpu.patches": ("kernels.cpu.products",),
     "kernels.delayed": ("kernels.products",),
     "kernels.gpu.constants": ("kernels.numbers",),
-    "kernels.gpu.conversions": ("kernels.gpu.device",),
     "kernels.native": ("kernels.packing",),
     "kernels.patches": ("kernels.products",),
     "kernels.stacks": ("kernels.operands",),
