@@ -32,6 +32,7 @@ from lightning_lowbit.kernels.operands import quantize_operand
 from lightning_lowbit.kernels.ops import Operation, call_from_specs, run
 from lightning_lowbit.kernels.packing import unpack_operand
 from lightning_lowbit.kernels.products import plain_scale_and_round
+from lightning_lowbit.kernels.windows import Pixels
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
@@ -50,6 +51,7 @@ class CodeOperand(NamedTuple):
         shape: of the operand as a matrix, or a stack of them. A grouped one that is rotated along its rows is padded
             product by product, which the shape does not count.
         ends: of a grouped operand, where the rows of each product end; None for others.
+        pixels: of images, whose patches are the operand, where ``x`` has their pixels; None for others.
     """
 
     x: Tensor
@@ -57,6 +59,7 @@ class CodeOperand(NamedTuple):
     factor: Tensor | None
     shape: torch.Size
     ends: tuple[int, ...] | None = None
+    pixels: Pixels | None = None
 
     def t(self) -> "CodeOperand":
         """Returns itself: its cast names the contraction axis."""
@@ -64,10 +67,14 @@ class CodeOperand(NamedTuple):
 
     def decoded(self, dtype: torch.dtype, contracted: int = 1) -> Operand:
         """Returns the emulation's operand for a pass in ``dtype``, bit for bit; its call knows the axis."""
-        x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _ = self
+        x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _, _ = self.gathered()
         if factor is not None:
             return unpack_operand(Packed(x, factor), cast, dim, shape, dtype)
         return quantize_operand(x, cast, dim, key, amax, None, shard, rotation)
+
+    def gathered(self) -> "CodeOperand":
+        """Returns the operand of the patches themselves, with the same codes and scales."""
+        return self if self.pixels is None else code_operand(self.pixels.gather(self.x), self.call)
 
     @property
     def is_stack(self) -> bool:
@@ -93,8 +100,11 @@ def split_rows(x: Tensor, ends: Sequence[int]) -> tuple[Tensor, ...]:
     return torch.split(x, [end - start for start, end in pairwise((0, *ends))])
 
 
-def code_operand(x: Tensor, call: CastCall) -> CodeOperand:
-    """Returns the operand of a matrix.
+def code_operand(x: Tensor, call: CastCall, pixels: Pixels | None = None) -> CodeOperand:
+    """Returns the operand of a matrix; with ``pixels``, of patches of images.
+
+    Args:
+        x: the matrix; or the pixels of the images, if quantizing these gives the codes and scales of the patches.
 
     Examples:
         >>> x, w = torch.randn(4, 64), torch.randn(8, 64)
@@ -102,7 +112,8 @@ def code_operand(x: Tensor, call: CastCall) -> CodeOperand:
         >>> multiply(code_operand(x, call), code_operand(w, call), None, torch.float32).shape
         torch.Size([4, 8])
     """
-    return CodeOperand(x, call, None, call.shape(x))
+    shape = call.shape(x) if pixels is None else pixels.patches_shape
+    return CodeOperand(x, call, None, shape, None, pixels)
 
 
 def stack_operand(x: Tensor, call: CastCall, ends: Sequence[int]) -> CodeOperand:
@@ -139,7 +150,8 @@ def multiply(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: 
     """
     if is_compiling() or has_dispatch_mode():
         ends = None if left.ends is None else [*left.ends]
-        return _multiply(*_spelled(left), *_spelled(right), bias, dtype, ends)
+        pixels = None if left.pixels is None else left.pixels.numbers
+        return _multiply(*_spelled(left), *_spelled(right), bias, dtype, ends, pixels)
     return _run(left, right, bias, dtype)
 
 
@@ -157,6 +169,8 @@ def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torc
             return _products_one_by_one(left, right, bias, dtype)
         product = left.x.new_zeros((left.rows, right.rows), dtype=torch.float32)
         return (product if bias is None else product + bias).to(dtype)
+    if left.pixels is not None and not cpp.takes_pixels(left, right):
+        left = left.gathered()
     return run(MULTIPLY, left.x, left, right, bias, dtype)
 
 
@@ -188,7 +202,7 @@ def _products_one_by_one(left: CodeOperand, right: CodeOperand, bias: Tensor | N
 
 def _spelled(operand: CodeOperand) -> tuple[Any, ...]:
     """Returns what an operator takes in place of an operand."""
-    x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _ = operand
+    x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _, _ = operand
     return x, cast.spec, dim, key, amax, None if shard is None else shard.spec, rotation, factor, [*shape]
 
 
@@ -221,10 +235,13 @@ def _multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
     ends: list[int] | None,
+    pixels: list[int] | None,
 ) -> Tensor:
     """Does :func:`multiply` where graphs and counters must see one operator."""
     left = _read(x, x_cast, x_dim, x_key, x_amax, x_shard, x_rotation, x_factor, x_shape, ends)
     right = _read(w, w_cast, w_dim, w_key, w_amax, w_shard, w_rotation, w_factor, w_shape, ends)
+    if pixels is not None:
+        left = left._replace(pixels=Pixels.from_numbers(pixels))
     return _run(left, right, bias, dtype)
 
 
@@ -273,7 +290,7 @@ def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def _codes(operand: CodeOperand) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns whole numbers ``[rows, k]``, scales repeated to that shape, and the factor, ``[rows, 1]`` or 0-d."""
-    x, call, factor, shape, _ = operand
+    x, call, factor, shape, _, _ = operand.gathered()
     cast, dim = call.cast, call.dim
     if factor is None:
         x = x if call.rotation is None else rotate(x, call.rotation, dim)

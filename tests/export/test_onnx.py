@@ -13,9 +13,9 @@ from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, InputRou
 from lightning_lowbit.export.parity import outputs_difference
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.kernels.windows import Window
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.core.watch import LayerAmaxes
-from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution
 from tests.export.originals import VOCABULARY, greedy, language_model, trained_model
 

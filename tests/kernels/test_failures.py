@@ -26,8 +26,8 @@ from lightning_lowbit.kernels import (
 from lightning_lowbit.kernels.cpu import library
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.products import scale_and_round
+from lightning_lowbit.kernels.windows import Window
 from lightning_lowbit.nn.core.watch import stage_and_choose
-from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.quant import Hadamard
 from tests.kernels.memory.signs import _flat
 from tests.kernels.test_casts import implement, same_bits

@@ -18,7 +18,8 @@ from torch.onnx.ops import symbolic
 from lightning_lowbit.export.formats.packing import by_row
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.formats import E4M3, E5M2
-from lightning_lowbit.nn.core.window import Window, is_pixelwise
+from lightning_lowbit.kernels.windows import Window
+from lightning_lowbit.nn.core.window import is_pixelwise
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution, QuantizedTransposed
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Quantized

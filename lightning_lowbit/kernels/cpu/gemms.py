@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.kernels.cpu.codes import packed_codes
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.cpu.products import window_of
 from lightning_lowbit.kernels.memory import Misfit, address, described, is_dense, resolved, start
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
@@ -39,7 +40,7 @@ class _Operand(ctypes.Structure):
         ("panels", _Panels),
         *((name, ctypes.c_void_p) for name in ("factors", "matrix")),
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
-        *((name, ctypes.c_void_p) for name in ("numbers", "key", "amax", "rotation", "place", "packed")),
+        *((name, ctypes.c_void_p) for name in ("numbers", "key", "amax", "rotation", "place", "packed", "window")),
         ("factor_count", ctypes.c_int32),
         ("step", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("is_grouped", "rotates_apart")),
@@ -115,6 +116,17 @@ def instructions() -> str | None:
     return INSTRUCTIONS[number.value]
 
 
+def takes_pixels(left: Any, right: Any) -> bool:
+    """Returns whether the kernels find the patches of the left operand in its pixels: channels are then whole blocks of
+    both operands."""
+    x, call = left.x, left.call
+    forms = form_of(call.cast.spec, call.dim), form_of(right.call.cast.spec, right.call.dim)
+    if library() is None or not forms[0].block or left.pixels.shape[1] % max(form.block for form in forms):
+        return False
+    numbers = casts.cpp_cast(call.cast.spec, call.dim, x.dtype, torch.float32)
+    return is_dense(x) and x.is_cpu and numbers is not None and casts.takes(x, numbers, call)
+
+
 def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Returns the product of operands, ``x`` that of ``left``; None for arguments that the kernels do not take."""
     kernels = library()
@@ -151,7 +163,7 @@ def _fits(left: Any, right: Any) -> bool:
 
 
 def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
-    x, call, factor, shape, ends = operand
+    x, call, factor, shape, ends, pixels = operand
     if not (is_dense(x) and x.is_cpu):
         return None
     form, dim, rows, inner = form_of(call.cast.spec, call.dim), call.dim, operand.rows, operand.inner
@@ -164,12 +176,16 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     one = call if products is None else call.of_product(0)
     matrix = x if x.dim() == 2 else x[0]
     if numbers is None or not casts.takes(matrix, numbers, one):  # plain code casts it, or says why not
-        if products is not None:
+        if products is not None or pixels is not None:
             return None
         x = x if call.rotation is None else rotate(x, call.rotation, dim)
         x, factor = pack(x, call.cast, call.key, call.amax, None, call.shard, dim)
         return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
-    if (call.shape(x) if products is None else call.stack_shape(x)) != shape:
+    window, source = None, call.shape(x) if products is None else call.stack_shape(x)
+    if pixels is not None:
+        window, source = window_of(pixels.shape[0], pixels.dimensions), pixels.patches_shape
+        panels.rows, panels.inner = pixels.matrix_shape
+    if source != shape or (pixels is not None and x.shape != pixels.matrix_shape):
         raise Misfit(
             f"A GEMM of codes needs a matrix whose operand is {tuple(shape)}, and got {described(x)}. Make the operand "
             "by code_operand."
@@ -183,7 +199,7 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
             address("keys", key, torch.int64, products)
         if call.rotation is not None and call.rotation.dim() == 2:
             address("signs", call.rotation, torch.float32, products * call.rotation.shape[1])
-    keep += x, key, place, rotation
+    keep += x, key, place, rotation, window
     return _Operand(
         panels,
         None,
@@ -195,6 +211,7 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
         None if rotation is None else ctypes.addressof(rotation),
         None if place is None else ctypes.addressof(place),
         None,
+        None if window is None else ctypes.addressof(window),
         count,
         form.step,
         ends is not None,
@@ -224,5 +241,5 @@ def _packed_operand(
         factor = whole.contiguous()
         factors = address("factors", factor, torch.float32, count)
     keep += data, codes, factor
-    others = numbers.address, None, None, None, None, ctypes.addressof(codes), count, step
+    others = numbers.address, None, None, None, None, ctypes.addressof(codes), None, count, step
     return _Operand(panels, factors, start(data), rows, columns, *others)

@@ -46,7 +46,7 @@ _SIGNATURES = {
     "lowbit_amax": (_P, _I, _L, _L, _P, _P, _I),
     "lowbit_rotate": (_P, _I, _L, _L, _P, _P, _I),
     "lowbit_delayed_amax": (_P, _P, _P, _I, _P),
-    "lowbit_add_patches": (_P, _I, _P, _L, _L, _P, _I),
+    "lowbit_add_patches": (_P, _I, _P, _L, _P, _I),
     "lowbit_scale_and_round": (_P, _I, _L, _L, _P, _I, _P, _I, _P, _I, _P, _I, _I),
 }
 

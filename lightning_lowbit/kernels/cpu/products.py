@@ -55,23 +55,33 @@ def _extent(factor: Tensor, rows: int, columns: int) -> int:
     return 3 if factor.shape == (1, columns) else 0
 
 
+class Window(ctypes.Structure):
+    """``Window`` of source/windows.h."""
+
+    _fields_ = [("space", ctypes.c_int64 * 18), ("images", ctypes.c_int64)]
+
+
+def window_of(images: int, dimensions: Sequence[Sequence[int]]) -> Window:
+    """Returns the structure for ``dimensions`` of space as in :func:`lightning_lowbit.kernels.products.add_patches`."""
+    space = [*[(1, 1, 1, 1, 1, 0)] * (3 - len(dimensions)), *dimensions]
+    return Window((ctypes.c_int64 * 18)(*chain(*space)), images)
+
+
 def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequence[Sequence[int]]) -> Tensor | None:
     kernels = library()
     if kernels is None or patches.dtype not in INPUTS or len(dimensions) > 3:
         return None
-    space = [*[[1, 1, 1, 1, 1, 0]] * (3 - len(dimensions)), *dimensions]
-    numbers = (ctypes.c_int64 * 18)(*chain(*space))
-    if min(images, channels, *(number for row in space for number in row[:5])) < 1:
+    if min(images, channels, *(number for row in dimensions for number in row[:5])) < 1:
         return None
+    window = window_of(images, dimensions)
     patches, result = patches.contiguous(), patches.new_empty(images, *(row[0] for row in dimensions), channels)
-    touched = images * channels * math.prod(row[1] * row[2] for row in space)
+    touched = images * channels * math.prod(row[1] * row[2] for row in dimensions)
     kernels.lowbit_add_patches(
         address("patches", patches, patches.dtype, touched),
         INPUTS[patches.dtype],
         start(result),
-        images,
         channels,
-        ctypes.addressof(numbers),
+        ctypes.addressof(window),
         torch.get_num_threads(),
     )
     return result

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lowbit.kernels.windows import Window
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS
 from lightning_lowbit.nn.core.gemm import matmul, no_autocast
@@ -15,7 +16,6 @@ from lightning_lowbit.nn.core.operands import GemmHow, OperandHow, Pass
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.saving import Frozen
 from lightning_lowbit.nn.core.sides import Codes, FrozenBytes, Gathered, Gradient, Matrix, Parameter, Patches, Recast
-from lightning_lowbit.nn.core.window import Window
 
 _NOTHING = (None, None)
 

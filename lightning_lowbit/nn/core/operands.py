@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
 from lightning_lowbit.kernels.gemms import split_rows
 from lightning_lowbit.kernels.operands import measures_again, quantize_stack, signs_of
+from lightning_lowbit.kernels.windows import Pixels
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_product, keys_of_products
@@ -114,6 +115,7 @@ class OperandInput(NamedTuple):
     is_operand: bool = False  # whether it is quantized already
     rotation: Tensor | None = None  # signs of a Hadamard transform that the kernel of a cast applies; None for none
     codes: tuple[Tensor, Tensor] | None = None  # saved in place of the matrix, bytes and a factor; None for the matrix
+    pixels: Pixels | None = None  # of images, whose patches are the matrix that the values stand for; None for none
 
 
 class OperandHow:
@@ -218,7 +220,7 @@ class OperandHow:
             assert self.source_cast is not None
             key, amax = self.key(pass_), self.scaling.scaling_amax(source, pass_)
             call = CastCall(self.source_cast, self.dim, key, amax, None, self.shard, source.rotation)
-            operand = native_operand(source.values, self.kind, call, pass_.ends)
+            operand = native_operand(source.values, self.kind, call, pass_.ends, source.pixels)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)

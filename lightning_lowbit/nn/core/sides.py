@@ -16,9 +16,10 @@ from lightning_lowbit.kernels import Packed, pack_operand, quantize_both, rotate
 from lightning_lowbit.kernels.gemms import split_rows
 from lightning_lowbit.kernels.operands import empty_product, joined, reads_once
 from lightning_lowbit.kernels.products import decode
+from lightning_lowbit.kernels.windows import Pixels, Window
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
 from lightning_lowbit.nn.core.saving import Frozen
-from lightning_lowbit.nn.core.window import Window, is_pixelwise
+from lightning_lowbit.nn.core.window import is_pixelwise
 from lightning_lowbit.nn.native.grouped import sums_of_rows
 from lightning_lowbit.nn.native.operand import AnyOperand, block_operands, unpacked_native_operand, values_of
 from lightning_lowbit.quant import Operand
@@ -101,7 +102,7 @@ class Patches(Matrix):
     def __init__(self, first: OperandHow, second: OperandHow, window: Window, takes_tensor: bool) -> None:
         super().__init__(first, second)
         self.window = window
-        self.may_quantize_pixels = takes_tensor and first.kind is None
+        self.may_quantize_pixels = takes_tensor and first.kind in (None, "cpu")
 
     def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
         return self._gathered(x, pass_, self.second if is_read_again else None)
@@ -130,10 +131,12 @@ class Patches(Matrix):
         covers, pixels = self.window.covers(x.shape[2:]), x.movedim(1, -1)
         if covers and amax is None:
             amax = common_amax(pixels, self.first, second)
-        is_watched = pass_.operand_sums is not None or pass_.blend is not None
+        is_watched = pass_.watch is not None or pass_.blend is not None
         if covers and self.may_quantize_pixels and not is_watched and is_pixelwise(self.first.cast, x.shape[1]):
-            operand = self.first.operand(OperandInput(pixels.flatten(0, -2), amax), pass_)
-            values, factor = values_of(operand)
+            source = OperandInput(pixels.flatten(0, -2), amax)
+            if self.first.kind == "cpu":  # its GEMM finds the pixels of patches itself
+                return source._replace(pixels=Pixels(self.window, x.shape))
+            values, factor = values_of(self.first.operand(source, pass_))
             images = values.view(pixels.shape).movedim(-1, 1)
             return OperandInput(self.window.gather(images), amax, factor, is_operand=True)
         patches = self.window.gather(x)

@@ -1,6 +1,6 @@
 """Convolutions, and transposed ones, whose GEMMs are quantized.
 
-A convolution is a linear layer over patches (:mod:`lightning_lowbit.nn.core.window`), a transposed one a linear layer
+A convolution is a linear layer over patches (:mod:`lightning_lowbit.kernels.windows`), a transposed one a linear layer
 whose outputs are patches, which are added up:
 
     convolution             patches of x [positions, kernel · C_in]  ·  Wᵀ [kernel · C_in, C_out]
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from lightning_lowbit.kernels.windows import Window
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.core.saving import saved_bits
-from lightning_lowbit.nn.core.window import Images, Window
+from lightning_lowbit.nn.core.window import Images
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.registry import derived, kind
 

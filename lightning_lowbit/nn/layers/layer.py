@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_lowbit._torch import unsafe_view
+from lightning_lowbit.kernels.windows import Window
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.function import How, QuantizedGemms
@@ -26,7 +27,6 @@ from lightning_lowbit.nn.core.operands import Amaxes, Pass
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards, tensor_parallel
 from lightning_lowbit.nn.core.saving import Frozen, saved_bits
 from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_, watched
-from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.native import NativeGemms
 from lightning_lowbit.nn.layers.state import FORMER, LayerState, split_former
 from lightning_lowbit.quant import amax_along, smoothing_factor

@@ -9,6 +9,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels import Packed, amax_of, lay_out_both, lay_out_operand, lay_out_packed, rotate
 from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand, stack_operand
 from lightning_lowbit.kernels.layout import repeated, taken_apart
+from lightning_lowbit.kernels.windows import Pixels
 from lightning_lowbit.nn.native.table import NATIVE
 from lightning_lowbit.quant import Cast, Operand
 from lightning_lowbit.quant.call import CastCall
@@ -65,17 +66,18 @@ def has_tiles(operand: BlockOperand) -> bool:
 
 
 def native_operand(
-    x: Tensor, kind: str, call: CastCall, ends: tuple[int, ...] | None = None
+    x: Tensor, kind: str, call: CastCall, ends: tuple[int, ...] | None = None, pixels: Pixels | None = None
 ) -> BlockOperand | CodeOperand:
     """Makes one operand of a block-scaled native GEMM of this ``kind``. The GEMM of a CPU quantizes it; with ``ends``,
-    those of all products of a stack (:func:`lightning_lowbit.kernels.gemms.stack_operand`)."""
+    those of all products of a stack (:func:`lightning_lowbit.kernels.gemms.stack_operand`); with ``pixels`` that of
+    their patches (:func:`lightning_lowbit.kernels.gemms.code_operand`)."""
     cast, dim, key, amax, _, shard, rotation, _ = call
     if kind == "cpu":
         if ends is not None:
             return stack_operand(x, call, ends)
         if shard is not None and amax is None and cast.scale.needs_amax:
             call = call._replace(amax=amax_of(x, shard.spec, rotation, dim))
-        return code_operand(x, call)
+        return code_operand(x, call, pixels)
     return block_operand(x if rotation is None else rotate(x, rotation, dim), cast, kind, dim, key, amax, shard)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import backend, pack_operand
 from lightning_lowbit.kernels.cpu import gemms as cpp
 from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand, plain_multiply
+from lightning_lowbit.kernels.windows import Pixels, Window
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.call import CastCall
 from tests.quant.tensors import NVFP4
@@ -42,6 +44,8 @@ CASTS = {
     "blocks on the right": (INT8, NVFP4),
 }
 SHAPES = [(1, 1, 16), (4, 8, 64), (17, 33, 100), (64, 48, 256), (5, 3, 1), (130, 70, 129), (1, 200, 31), (3, 16, 300)]
+LONG = (6, 20, 4200)  # of several slices
+OF_PIXELS = ("nvfp4", "tiles", "mxfp4", "int4", "blocks of two sizes", "blocks on the left")
 LAYOUTS = {
     "rows": Tensor.contiguous,
     "columns": lambda x: x.t().contiguous().t(),
@@ -105,6 +109,25 @@ def product(name, shape, seed=0, values="normal"):
     return Product(name, *operands, bias, choose([torch.float32, torch.bfloat16]))
 
 
+def of_patches(seed):
+    """A GEMM of patches of images that finds their pixels itself, all at random, by its seed."""
+    torch.manual_seed(seed)
+    choose = random.Random(seed).choice
+    left, right = CASTS[name := choose(OF_PIXELS)]
+    space = range(choose([1, 2, 3]))
+    window = Window(
+        *(tuple(choose(numbers) for _ in space) for numbers in ([1, 2, 3], [1, 2, 3], [1, 2], [0, 2], [-1, 0, 1]))
+    )
+    edges = zip(window.spans, window.before, window.after, strict=True)
+    sizes = [span - min(0, before + after) + choose(range(6)) for span, before, after in edges]
+    images, channels = choose([1, 2, 3]), choose([128, 256])
+    pixels = Pixels(window, torch.Size([images, channels, *sizes]))
+    x = torch.randn(pixels.matrix_shape).to(choose([torch.float32, torch.bfloat16]))
+    a = code_operand(x, CastCall(left, 1, None, x.abs().amax().float() if left.scale.needs_amax else None), pixels)
+    b = code_operand(torch.randn(choose([1, 16, 40]), a.inner), CastCall(right, 1, torch.tensor(seed)))
+    return Product(name, a, b, choose([None, torch.randn(b.rows)]), choose([torch.float32, torch.bfloat16]))
+
+
 def products(count, first=0):
     """GEMMs by number: all casts in turn, with shapes and values at random."""
     for seed in range(first, first + count):
@@ -115,7 +138,7 @@ def products(count, first=0):
 def checksum(count):
     """Of the results of so many GEMMs with 1 to 3 threads; NaNs are all alike."""
     digest = hashlib.sha256()
-    for number, one in enumerate(products(count)):
+    for number, one in enumerate(chain(products(count), map(of_patches, range(count // 10)))):
         torch.set_num_threads(1 + number % 3)
         result = one.by_cpp().float()
         digest.update(result.where(result == result, torch.tensor(torch.nan)).numpy().tobytes())

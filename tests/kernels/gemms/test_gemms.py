@@ -1,5 +1,6 @@
 """GEMMs of codes in C++ equal the plain code to the bit, and the emulation up to the order of sums."""
 
+import dataclasses
 import itertools
 import platform
 import subprocess
@@ -15,9 +16,10 @@ from lightning_lowbit.kernels.cpu import gemms as cpp
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.cpu.variants import cpu
 from lightning_lowbit.kernels.gemms import code_operand, multiply
+from lightning_lowbit.kernels.windows import Pixels, Window
 from lightning_lowbit.quant.call import CastCall
 from tests.kernels.gemms import products
-from tests.kernels.gemms.products import CASTS, INT8, NVFP4, SHAPES, TERNARY, VALUES, product
+from tests.kernels.gemms.products import CASTS, INT8, LONG, NVFP4, SHAPES, TERNARY, VALUES, product
 from tests.kernels.library.loads import compiler_with
 from tests.kernels.test_casts import same_bits
 from tests.tables import each
@@ -35,6 +37,31 @@ def test_a_product_is_that_of_the_plain_code():
         check(product(name, shape, seed))
     for values, (seed, name) in itertools.product(VALUES, enumerate(CASTS)):
         check(product(name, (18, 20, 96), seed, values))
+    for name in ("nvfp4", "blocks of two sizes", "int3, drawn", "int8 by ternary"):
+        check(product(name, LONG))
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.slow)])
+def test_a_product_of_pixels_is_that_of_their_patches(count):
+    for one in map(products.of_patches, range(count)):
+        assert cpp.takes_pixels(one.left, one.right), str(one)
+        patches = dataclasses.replace(one, left=one.left.gathered())
+        assert same_bits(one.by_cpp(), patches.by_cpp()), str(one)
+        if one.left.rows < 50:
+            check(one)
+
+
+def test_pixels_that_the_kernels_do_not_find_are_gathered():
+    pixels = Pixels(Window((3, 3), *[(1, 1)] * 4), torch.Size([2, 48, 5, 5]))
+    for cast, dtype in (
+        (NVFP4.replace(scale={"block": 32}), torch.float32),
+        (NVFP4, torch.float16),
+        (TERNARY, torch.float32),
+    ):
+        x = torch.randn(pixels.matrix_shape).to(dtype)
+        a, b = code_operand(x, CastCall(cast, 1), pixels), code_operand(torch.randn(7, 432), CastCall(NVFP4, 1))
+        assert not cpp.takes_pixels(a, b)
+        assert torch.equal(multiply(a, b, None, torch.float32), multiply(a.gathered(), b, None, torch.float32))
 
 
 @pytest.mark.slow
@@ -116,6 +143,10 @@ def test_operands_that_do_not_fit_each_other_or_their_matrix_are_refused():
     for left, right in ((x, w), (w, x)):
         with pytest.raises(ValueError, match=r"contracts axes of one length, and got \(4, .*fit each other"):
             multiply(left, right, None, torch.float32)
+    pixels = Pixels(Window((2,), *[(1,)] * 2, (0,), (0,)), torch.Size([1, 16, 5]))
+    patches, others = code_operand(torch.randn(4, 16), CastCall(NVFP4, 1), pixels), code_operand(x.x[:, :32], w.call)
+    with pytest.raises(ValueError, match=r"whose operand is \(4, 32\), and got .*\(4, 16\)"):
+        multiply(patches, others, None, torch.float32)
     stretched = w._replace(shape=torch.Size((4, 64)))
     with pytest.raises(ValueError, match=r"whose operand is \(4, 64\), and got .*\(4, 48\).* by code_operand"):
         multiply(x, stretched, None, torch.float32)

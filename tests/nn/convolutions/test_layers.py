@@ -10,11 +10,11 @@ from lightning_lowbit import Cast, FP4Precision, IntegerPrecision, LinearCasts, 
 from lightning_lowbit.callbacks import GradientNoiseMonitor, OsciReset, PrecisionSummary, QuantizationMonitor
 from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.compilation import backend
+from lightning_lowbit.kernels.windows import Window
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.nn.core.watch import Watch
-from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.classes import convertible, restore_classes
 from lightning_lowbit.nn.layers.convolution import DEPTHWISE
 from tests.lightning_imports import LightningModule, quiet_trainer

@@ -4,12 +4,12 @@
 // added, times that of the left one, in one rounding. Blocks come in their order, whatever the CPU and its threads: all give
 // the same bits. Factors of the operands and the bias come last, and the result is rounded once to its type.
 
-#include <algorithm>
 #include <vector>
 
-#include "dots.h"
 #include "rotation.h"
 #include "rounding.h"
+#include "tiles.h"
+#include "windows.h"
 
 struct Codes;
 extern "C" void lowbit_cast(const void *, int64_t, int64_t, const CastNumbers *, void *, float *, const int64_t *,
@@ -30,6 +30,7 @@ struct GemmOperand {
     const Rotation *rotation;
     const int32_t *place;
     const Codes *packed;
+    const Window *window;  // whose patches are the rows, where the matrix has the pixels; null for none
     int32_t factor_count;  // none, one, or one for each row of the panels
     float step;            // of which elements are multiples
     int32_t is_grouped, rotates_apart;  // in a stack: whether it is the rows of groups, and has signs for each product
@@ -57,105 +58,14 @@ struct GemmStack {
 
 namespace {
 
-// Vectors of a panel's rows; rows and panels of a tile, whose sums fit the registers.
-constexpr int kVectors = kRows / kLanes;
-constexpr int kTileRows = kLanes == 8 ? 8 : 4, kTilePanels = kLanes == 16 ? 2 : 1;
 constexpr int64_t kPanelsAtOnce = 4;  // of the left operand, which stay in a cache
+constexpr int64_t kSlice = 128;       // groups of k whose codes do
 
 template <class T>
 T *memory(size_t count, int which) {
     static thread_local std::vector<T> buffers[4];
     if (buffers[which].size() < count) buffers[which].resize(count);
     return buffers[which].data();
-}
-
-// Where no scales are, they are 1.
-struct ScaleReader {
-    const float *scales;
-    int64_t groups;  // of a scale
-
-    template <bool kSingle>
-    const float *at(int64_t group) const {
-        static const float ones[kRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-        if (kSingle) return scales + group * kRows;
-        return scales ? scales + group / groups * kRows : ones;
-    }
-};
-
-// What the products of a block add to a sum.
-inline F32 scaled(I32 products, F32 right, float left, F32 sum) {
-    return fused_multiply_add(__builtin_convertvector(products, F32) * right, all(left), sum);
-}
-
-// One operand in panels from a panel on.
-struct Reader {
-    const int8_t *codes;
-    ScaleReader scales;
-
-    Reader(const Panels &panels, int64_t panel)
-        : codes(panels.codes + panel * panels.groups() * kRows * kGroup),
-          scales{panels.block ? panels.scales + panel * panels.blocks() * kRows : nullptr, panels.block / kGroup} {}
-};
-
-// The sums of kTileRows rows, from `row` of a panel on, and kPanels panels. `starts` are of the rows' groups, and `step`
-// the groups that share scales: one, of both operands, where kSingle.
-template <int kPanels, bool kSingle>
-void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const Reader *right, int64_t groups,
-                   int64_t step, F32 (&result)[kTileRows][kPanels * kVectors]) {
-    constexpr int kColumns = kPanels * kVectors;
-    F32 sums[kTileRows][kColumns] = {};  // in registers
-    I32 whole[kTileRows][kColumns] = {};
-    for (int64_t first = 0; first < groups; first += kSingle ? 1 : step) {
-        const int64_t end = kSingle ? first + 1 : std::min(first + step, groups);
-        F32 scales[kColumns];
-        for (int column = 0; column < kColumns; column++) {
-            const ScaleReader &reader = right[column / kVectors].scales;
-            scales[column] = load(reader.at<kSingle>(first) + column % kVectors * kLanes);
-        }
-        const float *left_scales = left.scales.at<kSingle>(first) + row;
-#pragma GCC unroll 2
-        for (int64_t group = first; group < end; group++) {
-            S8 words[kColumns][kWords];
-            for (int column = 0; column < kColumns; column++)
-                for (int i = 0; i < kWords; i++)
-                    words[column][i] = read<S8>(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
-                                                  column % kVectors * kLanes * kWords);
-            for (int r = 0; r < kTileRows; r++) {
-                S8 repeated[kWords];
-                for (int i = 0; i < kWords; i++)
-                    repeated[i] = repeat_word(left.codes + (group * kWords + i) * kWordStride + (row + r) * kWords);
-                const I32 start = all_integers(starts[group * kRows + row + r]);
-                for (int column = 0; column < kColumns; column++) {
-                    const I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
-                    if (kSingle)
-                        sums[r][column] = scaled(sum, scales[column], left_scales[r], sums[r][column]);
-                    else
-                        whole[r][column] = sum;
-                }
-            }
-        }
-        for (int r = 0; !kSingle && r < kTileRows; r++)
-            for (int column = 0; column < kColumns; column++) {
-                sums[r][column] = scaled(whole[r][column], scales[column], left_scales[r], sums[r][column]);
-                whole[r][column] = I32{};
-            }
-    }
-    memcpy(result, sums, sizeof sums);
-}
-
-// What the offset of the right operand adds to the sums of each group and row, negated.
-void offsets_of(const Panels &panels, int32_t *starts, int threads) {
-    const int64_t groups = panels.groups() * panels.panels();
-    const S8 ones[kWords] = {S8{} + 1, S8{} + 1, S8{} + 1, S8{} + 1};
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && groups > 512)
-    for (int64_t group = 0; group < groups; group++)
-        for (int row = 0; row < kRows; row += kLanes) {
-            S8 words[kWords];
-            for (int i = 0; i < kWords; i++)
-                words[i] = read<S8>(panels.codes + (group * kWords + i) * kWordStride + row * kWords);
-            I32 sums = add_dots(I32{}, words, ones) * -kOffset;
-            memcpy(starts + group * kRows + row, &sums, sizeof sums);
-        }
 }
 
 // What comes after the sums of some panels' columns: factors and the bias, and the rounding to the type of the result.
@@ -198,59 +108,115 @@ struct Finish {
     }
 };
 
-// The product of some panels of the left operand with kPanels of the right one.
+// The left operand as tiles read it.
+struct LeftRows {
+    const Panels &panels;
+    const int32_t *starts;  // of its groups
+    const int32_t *pixels;  // that are its rows, for each place of a window's kernel; null where the panels have them
+    int64_t count, groups;
+
+    int64_t panel_count() const { return (count + kRows - 1) / kRows; }
+
+    // Adds the products of some groups from `begin` on to the sums of a tile: with pixels, of one place of the kernel.
+    template <int kPanels, bool kSingle>
+    void add(int64_t row, int64_t begin, int64_t size, const Reader *right, int64_t step,
+             F32 (&sums)[kTileRows][kPanels * kVectors]) const {
+        if (!pixels) {
+            const Neighbors rows = {reader(row, begin), starts_of(row, begin)};
+            return add_groups<kPanels, kSingle>(rows, right, size, step, begin > 0, sums);
+        }
+        const int32_t *places = pixels + begin / size * panel_count() * kRows + row;
+        Scattered rows;
+        for (int r = 0; r < kTileRows; r++) {
+            const Reader pixel = reader(places[r], 0);
+            rows.words[r] = pixel.codes, rows.scales[r] = pixel.scales, rows.starts[r] = starts_of(places[r], 0);
+        }
+        add_groups<kPanels, kSingle>(rows, right, size, step, begin > 0, sums);
+    }
+    Reader reader(int64_t row, int64_t group) const { return Reader(panels, row / kRows, group).shifted(row % kRows); }
+    const int32_t *starts_of(int64_t row, int64_t group) const {
+        return starts + (row / kRows * panels.groups() + group) * kRows + row % kRows;
+    }
+};
+
+// The product of some panels of the left operand with kPanels of the right one, slice by slice of k.
 template <int kPanels>
-void multiply_panels(const GemmOperand &left, const GemmOperand &right, const GemmResult &result, const int32_t *starts,
-                     int64_t first, int64_t last, int64_t panel) {
-    const Panels &above = left.panels, &beside = right.panels;
-    const int64_t groups = above.groups();
-    const int64_t step = above.block && beside.block   ? std::min(above.block, beside.block) / kGroup
-                         : above.block || beside.block ? std::max(above.block, beside.block) / kGroup
-                                                       : groups;
-    const bool is_single = above.block == kGroup && beside.block == kGroup;
-    const Reader columns[2] = {{beside, panel}, {beside, panel + kPanels - 1}};
-    const Finish<kPanels> finish(left, right, result, panel);
-    for (int64_t at = first; at < last; at++) {
-        const Reader rows(above, at);
-        for (int64_t row = 0; row < kRows && at * kRows + row < above.rows; row += kTileRows) {
-            F32 sums[kTileRows][kPanels * kVectors];
-            (is_single ? multiply_tile<kPanels, true> : multiply_tile<kPanels, false>)(
-                rows, starts + at * groups * kRows, row, columns, groups, step, sums);
-            for (int r = 0; r < kTileRows && at * kRows + row + r < above.rows; r++)
-                finish.put(at * kRows + row + r, sums[r]);
+void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const Panels &right, int64_t first, int64_t last,
+                     int64_t panel) {
+    const int64_t above = left.panels.block / kGroup, beside = right.block / kGroup, groups = left.groups;
+    const int64_t step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
+    const int64_t slice = left.pixels ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
+    const bool is_single = above == 1 && beside == 1;
+    F32 sums[kPanelsAtOnce * kRows / kTileRows][kTileRows][kPanels * kVectors];
+    for (int64_t begin = 0; begin < groups; begin += slice) {
+        const int64_t count = std::min(slice, groups - begin);
+        const Reader columns[2] = {{right, panel, begin}, {right, panel + kPanels - 1, begin}};
+        auto *tile = sums;
+        for (int64_t row = first * kRows; row < std::min(last * kRows, left.count); row += kTileRows, tile++) {
+            if (is_single)
+                left.add<kPanels, true>(row, begin, count, columns, step, *tile);
+            else
+                left.add<kPanels, false>(row, begin, count, columns, step, *tile);
+            if (begin + count < groups) continue;
+            for (int r = 0; r < kTileRows && row + r < left.count; r++) finish.put(row + r, (*tile)[r]);
         }
     }
 }
 
-// Writes the panels of an operand.
+// Writes the panels of an operand; of the pixels of a window with a row of zeros behind them.
 void prepare(GemmOperand &operand, int which, int threads) {
-    operand.panels.codes = memory<int8_t>(operand.panels.code_bytes(), which);
-    operand.panels.scales = memory<float>(operand.panels.scale_count(), which);
+    Panels space = operand.panels;
+    space.rows += operand.window != nullptr;
+    operand.panels.codes = memory<int8_t>(space.code_bytes(), which);
+    operand.panels.scales = memory<float>(space.scale_count(), which);
     if (operand.packed)
         return unpack_to_panels(operand.matrix, operand.rows, operand.columns, *operand.packed, *operand.numbers,
                                 operand.panels, threads);
     if (operand.factor_count) operand.factors = memory<float>(operand.factor_count, 2 + which);
     lowbit_cast(operand.matrix, operand.rows, operand.columns, operand.numbers, nullptr, operand.factors,
                 operand.key, operand.amax, operand.rotation, operand.place, nullptr, &operand.panels, threads);
+    if (!operand.window) return;
+    const int64_t last = operand.panels.rows++;
+    for (int64_t k = 0; k < operand.panels.inner; k += kWords) memset(operand.panels.word(last, k), 0, kWords);
+    for (int64_t block = 0; block < operand.panels.blocks(); block++) *operand.panels.scale(last, block) = 0;
 }
 
 int64_t bytes_of(int32_t dtype) { return dtype == 1 ? sizeof(BF16) : sizeof(float); }
+
+// Writes the pixels of a window, for each place of its kernel those of `stride` rows.
+const int32_t *pixels_of(const Window &window, int64_t stride, int threads) {
+    int32_t *pixels = memory<int32_t>(window.places() * stride, 3);
+    const int64_t rows = window.positions();
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t place = 0; place < window.places(); place++) {
+        write_pixels(window, place, int32_t(window.pixels()), pixels + place * stride);
+        std::fill(pixels + place * stride + rows, pixels + (place + 1) * stride, 0);
+    }
+    return pixels;
+}
 
 void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, int threads) {
     prepare(left, 0, threads);
     right.panels.offset = kOffset;
     prepare(right, 1, threads);
-    const Panels &rows = left.panels, &columns = right.panels;
-    int32_t *starts = memory<int32_t>(rows.panels() * rows.groups() * kRows, 2);
-    offsets_of(rows, starts, threads);
-    const int64_t down = (rows.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
+    const Panels &columns = right.panels;
+    int32_t *starts = memory<int32_t>(left.panels.panels() * left.panels.groups() * kRows, 2);
+    offsets_of(left.panels, starts, threads);
+    LeftRows rows = {left.panels, starts, nullptr, left.panels.rows, columns.groups()};
+    if (left.window) {
+        rows.count = left.window->positions();
+        rows.pixels = pixels_of(*left.window, rows.panel_count() * kRows, threads);
+    }
+    const int64_t down = (rows.panel_count() + kPanelsAtOnce - 1) / kPanelsAtOnce;
     const int64_t across = (columns.panels() + kTilePanels - 1) / kTilePanels;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows.rows * columns.rows * rows.inner > 1 << 16)
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows.count * columns.rows * columns.inner > 1 << 16)
     for (int64_t part = 0; part < down * across; part++) {
-        int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panels());
-        int64_t panel = part % across * kTilePanels;
-        (panel + kTilePanels <= columns.panels() ? multiply_panels<kTilePanels> : multiply_panels<1>)(
-            left, right, result, starts, first, last, panel);
+        const int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panel_count());
+        const int64_t panel = part % across * kTilePanels;
+        if (panel + kTilePanels <= columns.panels())
+            multiply_panels<kTilePanels>(rows, {left, right, result, panel}, columns, first, last, panel);
+        else
+            multiply_panels<1>(rows, {left, right, result, panel}, columns, first, last, panel);
     }
 }
 

@@ -3,13 +3,9 @@
 #include <vector>
 
 #include "lanes.h"
+#include "windows.h"
 
 namespace {
-
-// One dimension of space: how many pixels and positions, and the kernel's size, stride, dilation and first zeros.
-struct Dimension {
-    int64_t size, positions, kernel, stride, dilation, before;
-};
 
 // A place of the kernel that covers a pixel, and the position at which it does.
 struct Place {
@@ -27,40 +23,46 @@ std::vector<std::vector<Place>> places_of(const Dimension &d) {
     return places;
 }
 
+// Adds the patches of one row of pixels after the other. `places` are those of a pixel, in the order of the kernel.
 template <class T>
-void add_patches(const T *patches, T *images, int64_t count, int64_t channels, const Dimension *d, int threads) {
-    const std::vector<std::vector<Place>> places[3] = {places_of(d[0]), places_of(d[1]), places_of(d[2])};
-    int64_t rows = count * d[0].size * d[1].size, kernel = d[0].kernel * d[1].kernel * d[2].kernel;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * d[2].size * channels > 8192)
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t image = row / (d[0].size * d[1].size);
-        const std::vector<Place> &deep = places[0][row / d[1].size % d[0].size], &high = places[1][row % d[1].size];
-        for (int64_t x = 0; x < d[2].size; x++)
-            for (int64_t c = 0; c < channels; c += kLanes) {
-                int width = int(channels - c < kLanes ? channels - c : kLanes);
-                F32 sum = all(0.0f);
-                for (const Place &a : deep)
-                    for (const Place &b : high) {
-                        int64_t before = (image * d[0].positions + a.position) * d[1].positions + b.position;
-                        int64_t first = (a.in_kernel * d[1].kernel + b.in_kernel) * d[2].kernel;
-                        for (const Place &e : places[2][x]) {
-                            int64_t patch = before * d[2].positions + e.position;
-                            sum = sum + load(patches + (patch * kernel + first + e.in_kernel) * channels + c, width);
+void add_patches(const T *patches, T *images, int64_t channels, const Window &window, int threads) {
+    const auto &[deep, high, wide] = window.space;
+    const std::vector<std::vector<Place>> places[3] = {places_of(deep), places_of(high), places_of(wide)};
+    const int64_t rows = window.images * deep.size * high.size, kernel = window.places();
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * wide.size * channels > 8192)
+    {
+        std::vector<const T *> sources;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t image = row / (deep.size * high.size);
+            for (int64_t x = 0; x < wide.size; x++) {
+                sources.clear();
+                for (const Place &a : places[0][row / high.size % deep.size])
+                    for (const Place &b : places[1][row % high.size])
+                        for (const Place &c : places[2][x]) {
+                            const int64_t line = (image * deep.positions + a.position) * high.positions + b.position;
+                            const int64_t place = (a.in_kernel * high.kernel + b.in_kernel) * wide.kernel + c.in_kernel;
+                            sources.push_back(patches + ((line * wide.positions + c.position) * kernel + place) * channels);
                         }
-                    }
-                store(images + (row * d[2].size + x) * channels + c, sum, width);
+                T *target = images + (row * wide.size + x) * channels;
+                for (int64_t at = 0; at < channels; at += kLanes) {
+                    const int width = int(channels - at < kLanes ? channels - at : kLanes);
+                    F32 sum = all(0.0f);
+                    for (const T *source : sources) sum = sum + load(source + at, width);
+                    store(target + at, sum, width);
+                }
             }
+        }
     }
 }
 
 }  // namespace
 
-// Channels are innermost in both. Dtypes: 0 float, 1 bfloat16. ``dimensions`` are three.
-EXPORT void lowbit_add_patches(const void *patches, int32_t dtype, void *images, int64_t count, int64_t channels,
-                               const void *dimensions, int32_t threads) {
-    const Dimension *d = (const Dimension *)dimensions;
+// Channels are innermost in both. Dtypes: 0 float, 1 bfloat16.
+EXPORT void lowbit_add_patches(const void *patches, int32_t dtype, void *images, int64_t channels, const Window *window,
+                               int32_t threads) {
     if (dtype == 0)
-        add_patches((const float *)patches, (float *)images, count, channels, d, threads);
+        add_patches((const float *)patches, (float *)images, channels, *window, threads);
     else
-        add_patches((const BF16 *)patches, (BF16 *)images, count, channels, d, threads);
+        add_patches((const BF16 *)patches, (BF16 *)images, channels, *window, threads);
 }
