@@ -190,7 +190,7 @@ def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     rest = options_with_lists(rest, config)
     if not names:
         return rest
-    merged.write_text(yaml.safe_dump(with_lists(config)))
+    merged.write_text(yaml.safe_dump(with_lists(config), sort_keys=False))
     return [rest[0], "--config", str(merged), *rest[1:]] if rest else ["--config", str(merged)]
 
 

@@ -126,6 +126,16 @@ def test_command_line():
     assert merge_configs(["fit", "--help"], merged) == ["fit", "--help"]
 
 
+def test_the_order_of_patterns_stays(tmp_path):
+    """The first pattern that matches a layer holds."""
+    (mine := tmp_path / "mine.yaml").write_text(
+        "trainer: {plugins: {init_args: {overrides: {up_proj: mxfp8, layers.0: bf16, down_proj: bf16}}}}"
+    )
+    merge_configs(["fit", "--config", "quickstart", "--config", str(mine)], Path("merged.yaml"))
+    arguments = yaml.safe_load(Path("merged.yaml").read_text())["trainer"]["plugins"]["init_args"]
+    assert [*arguments["overrides"]] == ["up_proj", "layers.0", "down_proj"]
+
+
 def test_find_config():
     assert find_config("quickstart") == recipes()["quickstart"]
     assert find_config("nvfp4-nvidia") == recipes()["nvfp4_nvidia"], "as the preset is written"
