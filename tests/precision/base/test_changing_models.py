@@ -108,11 +108,11 @@ def test_a_new_layer_is_told_of_recorded_by_its_name_and_converted_by_the_next_f
     assert isinstance(model.layer[2], QuantizedLayer)
 
 
-def bits(*quantized):
+def bits(*quantized, gemms=None):
     """Per operand of square layers, each forward pass and weight gradient, and input gradients of all but the first,
     before a last one of another width that is not."""
     square, last = 2 * 32 * 32, 2 * 32 * 2
-    gemms = [2, *[3] * (len(quantized) - 1)]
+    gemms = gemms or [2, *[3] * (len(quantized) - 1)]
     sizes = [(count * square, 4.5 if low else 16) for count, low in zip(gemms, quantized, strict=True)]
     flops = [*sizes, (3 * last, 16)]
     return sum(size * width for size, width in flops) / sum(size for size, _ in flops)
@@ -124,6 +124,7 @@ def bits(*quantized):
     (teach, bits(True, True)),
     (lambda net: setattr(net, "layer", nn.Sequential(net.layer[0], nn.Linear(32, 32), net.layer[4])),
      bits(True, False)),
+    (lambda net: net.layer[0].requires_grad_(False), bits(True, True, gemms=[1, 2])),
 ])  # fmt: skip
 def test_the_average_over_the_run_counts_them(told, change, then):
     summary = PrecisionSummary(quiet=True)
