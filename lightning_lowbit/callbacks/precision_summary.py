@@ -128,7 +128,7 @@ class PrecisionSummary(LowBitCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
-        self._inventory, self._added = Inventory(pl_module), set()
+        self._inventory, self._added, self._trained = Inventory(pl_module), set(), _trained(pl_module)
         plugin = trainer.precision_plugin
         self._dtype, self._why = compute_dtype(plugin), getattr(plugin, "compute_reason", "")
         self._speed = speed_on_cpu(pl_module, self._dtype) if trainer.is_global_zero else None

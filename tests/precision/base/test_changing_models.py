@@ -136,6 +136,19 @@ def test_the_average_over_the_run_counts_them(told, change, then):
     assert other.average_bits() == pytest.approx(summary.average_bits())
 
 
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
+def test_a_run_that_resumes_within_an_epoch_is_counted_once(told, capsys):
+    def save(trainer, *_):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint("within.ckpt")
+
+    fit(told, Net(), On(on_train_batch_end=save))
+    options = {"max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 0}
+    run = quiet_trainer(FP4Precision("nvfp4", skip=["layer.4"]), callbacks=[PrecisionSummary()], **options)
+    run.fit(Net(), ckpt_path="within.ckpt")
+    assert capsys.readouterr().out.count("Coverage: ") == 1
+
+
 def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told):
     def ask(trainer, _):
         if trainer.current_epoch == 1:
