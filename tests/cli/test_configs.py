@@ -69,6 +69,9 @@ def test_fields_of_casts_change_the_preset_before_them():
     assert merge({"casts": {"preset": "nvfp4", **fields}}, {"casts": "bf16"}) == {"casts": "bf16"}
     assert merge({}, {"casts": fields}) == {"casts": fields}
     assert merge({"other": "nvfp4"}, {"other": fields}) == {"other": fields}
+    assert merge({"attention": "nvfp4"}, {"attention": fields}) == {"attention": {"preset": "nvfp4", **fields}}
+    merged = merge({"overrides": {"mlp": "nvfp4"}}, {"overrides": {"mlp": fields, "head": fields}})
+    assert merged == {"overrides": {"mlp": {"preset": "nvfp4", **fields}, "head": fields}}
     six = {operand: {"element": "e2m1", "scale": {"format": "e8m0", "block": 32}} for operand in OPERANDS}
     for base in ("nvfp4", {"preset": "nvfp4", "hadamard": {"wgrad": 16}}):
         assert merge({"casts": base}, {"casts": six}) == {"casts": six}, "six casts in full keep nothing"
