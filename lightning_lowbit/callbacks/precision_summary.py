@@ -62,6 +62,10 @@ def _is_phase(value: object) -> bool:
     return value in (_BLENDING, *PHASES)
 
 
+def _trained(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -79,8 +83,8 @@ class PrecisionSummary(LowBitCallback):
     the coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix products, attentions and
     convolutions. At the end it prints the bits of a GEMM operand, block scales included, averaged over FLOPs and steps;
     steps with λ below 1 count as high precision. A JSON file has the same. FLOPs are counted in one micro-batch of the
-    first process, in eager code, and again where an epoch begins with other layers: that step is several times slower,
-    with more memory and the same results. One whose ``training_step`` returns None is left out.
+    first process, in eager code, and again where an epoch begins with other layers, or trains others: that step is
+    several times slower, with more memory and the same results. One whose ``training_step`` returns None is left out.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -110,6 +114,7 @@ class PrecisionSummary(LowBitCallback):
         self._counting = self._has_backward = False
         self._inventory: Inventory | None = None
         self._added: set[str] = set()
+        self._trained: set[str] = set()  # names of parameters
         self._folder: Path | None = None
         self._model: nn.Module | None = None
         self._dtype, self._why = torch.float32, ""
@@ -123,7 +128,7 @@ class PrecisionSummary(LowBitCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
-        self._inventory, self._added = Inventory(pl_module), set()
+        self._inventory, self._added, self._trained = Inventory(pl_module), set(), _trained(pl_module)
         plugin = trainer.precision_plugin
         self._dtype, self._why = compute_dtype(plugin), getattr(plugin, "compute_reason", "")
         self._speed = speed_on_cpu(pl_module, self._dtype) if trainer.is_global_zero else None
@@ -137,7 +142,8 @@ class PrecisionSummary(LowBitCallback):
         if batch_idx == 0 and self._inventory is not None:
             added, removed = self._inventory.take(pl_module)
             self._added |= added.keys()
-            if self.counter is not None and (added or removed):
+            before, self._trained = self._trained, _trained(pl_module)
+            if self.counter is not None and (added or removed or before != self._trained):
                 self._past, self._since = self._past + self._parts(self._since), []
                 self.counter = None  # counts anew
         if self.counter is None:

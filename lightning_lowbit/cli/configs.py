@@ -74,7 +74,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         base = base[0]
     if not isinstance(overlay, Mapping):
         return overlay
-    if key == "casts":
+    if key in ("casts", "attention"):
         from lightning_lowbit.nn.casts.traits import OPERANDS  # imports torch, which `lowbit ls` must not
 
         if set(OPERANDS) <= set(overlay):  # six casts replace all earlier ones
@@ -87,7 +87,8 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         base = {"init_args": {name: value for name, value in items if allowed is None or name in allowed}}
         if not base["init_args"]:
             return overlay
-    return {**base, **{name: merge(base.get(name), value, name) for name, value in overlay.items()}}
+    keys = {name: "casts" if key == "overrides" else name for name in overlay}
+    return {**base, **{name: merge(base.get(name), value, keys[name]) for name, value in overlay.items()}}
 
 
 def as_list(value: Any) -> list[Any]:
@@ -190,7 +191,7 @@ def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     rest = options_with_lists(rest, config)
     if not names:
         return rest
-    merged.write_text(yaml.safe_dump(with_lists(config)))
+    merged.write_text(yaml.safe_dump(with_lists(config), sort_keys=False))
     return [rest[0], "--config", str(merged), *rest[1:]] if rest else ["--config", str(merged)]
 
 

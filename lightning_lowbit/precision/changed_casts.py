@@ -42,8 +42,9 @@ def changed_casts(
 
 
 def check_changes(layers: Mapping[str, QuantizedLayer], changes: Mapping[str, LinearCasts]) -> None:
-    """Raises a ``ValueError`` for other casts, by name, that attention or a stack of experts cannot have."""
+    """Raises a ``ValueError`` for other casts, by name, that a layer cannot have."""
     for name, casts in changes.items():
+        layers[name].check_casts(casts)
         if layers[name].kind == "attention":
             check_attention(name, casts)
         elif layers[name].kind == "experts" and layers[name].lowbit.grouped == "native":

@@ -69,6 +69,9 @@ def test_fields_of_casts_change_the_preset_before_them():
     assert merge({"casts": {"preset": "nvfp4", **fields}}, {"casts": "bf16"}) == {"casts": "bf16"}
     assert merge({}, {"casts": fields}) == {"casts": fields}
     assert merge({"other": "nvfp4"}, {"other": fields}) == {"other": fields}
+    assert merge({"attention": "nvfp4"}, {"attention": fields}) == {"attention": {"preset": "nvfp4", **fields}}
+    merged = merge({"overrides": {"mlp": "nvfp4"}}, {"overrides": {"mlp": fields, "head": fields}})
+    assert merged == {"overrides": {"mlp": {"preset": "nvfp4", **fields}, "head": fields}}
     six = {operand: {"element": "e2m1", "scale": {"format": "e8m0", "block": 32}} for operand in OPERANDS}
     for base in ("nvfp4", {"preset": "nvfp4", "hadamard": {"wgrad": 16}}):
         assert merge({"casts": base}, {"casts": six}) == {"casts": six}, "six casts in full keep nothing"
@@ -124,6 +127,16 @@ def test_command_line():
     assert merge_configs(arguments, merged) == ["fit", "--config", "merged.yaml", "--trainer.max_steps=3"]
     assert yaml.safe_load(merged.read_text())["trainer"]["default_root_dir"] == "runs/quickstart+bf16+qaf"
     assert merge_configs(["fit", "--help"], merged) == ["fit", "--help"]
+
+
+def test_the_order_of_patterns_stays(tmp_path):
+    """The first pattern that matches a layer holds."""
+    (mine := tmp_path / "mine.yaml").write_text(
+        "trainer: {plugins: {init_args: {overrides: {up_proj: mxfp8, layers.0: bf16, down_proj: bf16}}}}"
+    )
+    merge_configs(["fit", "--config", "quickstart", "--config", str(mine)], Path("merged.yaml"))
+    arguments = yaml.safe_load(Path("merged.yaml").read_text())["trainer"]["plugins"]["init_args"]
+    assert [*arguments["overrides"]] == ["up_proj", "layers.0", "down_proj"]
 
 
 def test_find_config():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.quant import Cast
@@ -33,8 +34,8 @@ LAYER_FACTS: dict[str, tuple[Callable[[Any], object], str]] = {
         "its weight is kept as codes (lightning_lowbit.unpack_frozen makes it a matrix)",
     ),
     "computed": (
-        lambda layer: not isinstance(layer.weight, nn.Parameter),
-        "its weight is computed from others, as by weight_norm, or a buffer: make it a parameter first",
+        lambda layer: not isinstance(layer.weight, nn.Parameter) or is_parametrized(layer),
+        "its weight or bias is computed from others, as by weight_norm, or a buffer: make it a parameter first",
     ),
     "stack": (
         lambda layer: layer.weight_matrix().dim() != 2,

@@ -21,7 +21,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_
 from lightning_lowbit.nn.core.saving import Readers, check_save
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible, kind_of, without_weight
 from lightning_lowbit.nn.layers.grouped import grouping_obstacle
-from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.nn.layers.layer import check_smoothing, quantized_layers
 from lightning_lowbit.nn.layers.native import BACKENDS, first_kind
 from lightning_lowbit.patterns import clean_name, select
 
@@ -94,8 +94,7 @@ def convert_layers(
         _check_stacks(model, planned)
     check_save(planned, save)
     readers, before = Readers() if save == "codes" else None, quantized_layers(model)
-    for name, former in before.items():
-        former.check_casts(planned.get(name, LinearCasts()))  # raises before anything has changed
+    _check_casts(model, {**dict.fromkeys(before, LinearCasts()), **planned})
     ForwardContext.detach(model)  # of casts that it had before
     mark_outputs(model, ())
     for name, former in before.items():
@@ -113,12 +112,20 @@ def convert_layers(
 
 def convert_more(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
     """Converts the layers of ``planned`` in place; other layers, and the settings of converted ones, stay."""
-    before = quantized_layers(model)
-    for name in before.keys() & planned.keys():
-        before[name].check_casts(planned[name])
+    _check_casts(model, planned)
     for name, layer_casts in planned.items():
         convert_layer(model, name).set_casts(layer_casts)
     _prepare(model)
+
+
+def _check_casts(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError``, before anything changes, for casts that a layer cannot have, converted or not."""
+    modules, layers = convertible(model), quantized_layers(model)
+    for name, casts in planned.items():
+        if name in layers:
+            layers[name].check_casts(casts)
+        elif not is_attention(name):
+            check_smoothing(clean_name(name), kind_of(modules, name), casts)
 
 
 def _prepare(model: nn.Module) -> None:

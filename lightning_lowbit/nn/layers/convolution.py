@@ -112,11 +112,6 @@ class QuantizedConvolution(QuantizedLayer):
                 "weight. If fully_shard has spread it, call the module that was given to fully_shard; leave it out of "
                 "tensor parallelism."
             )
-        if self.casts.smooth is not None:
-            raise ValueError(
-                f"smooth={self.casts.smooth!r} scales the features of a linear layer: give this convolution casts "
-                "without it, with overrides."
-            )
         spatial = len(self.kernel_size)
         if input.dim() - spatial not in (1, 2) or input.shape[-spatial - 1] != self.in_channels:
             raise ValueError(

@@ -225,15 +225,6 @@ class GroupedLayer(QuantizedLayer):
     kind = "experts"
     first_expert: int = 0  # global index of the first expert of a weight that is a plain tensor
 
-    def check_casts(self, casts: LinearCasts) -> None:
-        """Also raises a ``ValueError`` for smoothing, whose factors would be those of all experts together."""
-        if casts.smooth is not None:
-            raise ValueError(
-                f"smooth={casts.smooth!r} scales the input of one linear layer, and not those of a stack of experts. "
-                "Leave the stacks out by skip, or give them casts without it by overrides."
-            )
-        super().check_casts(casts)
-
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:  # type: ignore[override]
         """Does :meth:`GroupedLinear.forward` through the casts. Of a DTensor that is cut along the experts, ``offsets``
         and the results are those of this process's experts. One that is cut otherwise is a ``ValueError``."""

@@ -94,11 +94,13 @@ class QuantizedLayer(NativeGemms):
 
     def check_casts(self, casts: LinearCasts) -> None:
         """Raises a ``ValueError`` for casts that the layer cannot have."""
-        frozen = self.lowbit.frozen
+        frozen, name = self.lowbit.frozen, self.name_in_model
+        check_smoothing(name, self.kind, casts)
         if frozen is not None and casts.fprop_w not in (None, frozen.cast):
             raise ValueError(
-                f"The weight is kept as codes of {frozen.cast}, and the casts quantize it to {casts.fprop_w}. "
-                "Give the layer casts with the same fprop_w, or call lightning_lowbit.unpack_frozen(model) first."
+                f"The weight of {name} is kept as codes of {frozen.cast}, and the casts quantize it to "
+                f"{casts.fprop_w}. Give the layer casts with the same fprop_w, or call "
+                "lightning_lowbit.unpack_frozen(model) first."
             )
 
     def set_casts(self, casts: LinearCasts) -> None:
@@ -348,6 +350,15 @@ class QuantizedLayer(NativeGemms):
 
 class QuantLinear(QuantizedLayer, nn.Linear):
     """A converted ``nn.Linear``. With six casts of None it computes what ``nn.Linear`` does, to the bit."""
+
+
+def check_smoothing(name: str, kind: str, casts: LinearCasts) -> None:
+    """Raises a ``ValueError`` for smoothing in a layer of another kind than ``"linear"``."""
+    if casts.smooth is not None and kind != "linear":
+        raise ValueError(
+            f"smooth={casts.smooth!r} scales the input of a linear layer, and {name or 'the model'} is of the kind "
+            f"{kind!r}. Give such layers casts without it by overrides, or leave them out by skip."
+        )
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:

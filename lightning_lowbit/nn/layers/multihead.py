@@ -120,7 +120,7 @@ class QuantizedMultihead(CompositeLayer):
         if o is None or self.attends:
             o = self.attend(q, k, v, mask, p, is_left_out)
         tokens, batch, width = query.shape
-        y = module.out_proj(o.permute(2, 0, 1, 3).reshape(tokens * batch, width)).view(tokens, batch, -1)
+        y = module.out_proj(o.permute(2, 0, 1, 3).reshape(tokens * batch, width)).view(tokens, batch, width)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not is_batched:
@@ -165,7 +165,7 @@ def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
 
 def _unstacked(x: Tensor, parts: int) -> Tensor:
     """Reshapes ``[tokens, batch, parts * width]`` to ``[parts, tokens, batch, width]``."""
-    return x.view(*x.shape[:-1], parts, -1).movedim(-2, 0).contiguous()
+    return x.view(*x.shape[:-1], parts, x.shape[-1] // parts).movedim(-2, 0).contiguous()
 
 
 def _heads(
@@ -178,12 +178,12 @@ def _heads(
         shape = (queries, len(k)) if mask.dim() == 2 else (batch * heads, queries, len(k))
         if mask.shape != shape:
             raise ValueError(f"attn_mask of {mask.dim()} dimensions has shape {shape}; got {tuple(mask.shape)}.")
-        mask = mask[None, None] if mask.dim() == 2 else mask.view(batch, heads, queries, -1)
+        mask = mask[None, None] if mask.dim() == 2 else mask.view(batch, heads, *mask.shape[1:])
     if module.bias_k is not None:
         k, v = torch.cat([k, module.bias_k.repeat(1, batch, 1)]), torch.cat([v, module.bias_v.repeat(1, batch, 1)])
 
     def by_head(x: Tensor) -> Tensor:
-        return x.view(len(x), batch * heads, -1).transpose(0, 1).view(batch, heads, len(x), -1)
+        return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).permute(1, 2, 0, 3)
 
     q, k, v = by_head(q), by_head(k), by_head(v)
     if module.add_zero_attn:
@@ -198,13 +198,13 @@ def _heads(
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
     """Computes attention and its weights ``[batch, heads, queries, keys]``."""
-    batch, heads, queries, features = q.shape
+    batch, heads, _, features = q.shape
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     q, k = q * math.sqrt(1.0 / features), k.transpose(-2, -1)
     scores = torch.bmm(q, k) if mask is None else torch.baddbmm(mask.expand(batch, heads, -1, -1).flatten(0, 1), q, k)
     weights = F.dropout(scores.softmax(-1), p) if p else scores.softmax(-1)
     o = torch.bmm(weights, v)
-    return o.view(batch, heads, queries, -1), weights.view(batch, heads, queries, -1)
+    return o.view(batch, heads, *o.shape[1:]), weights.view(batch, heads, *weights.shape[1:])
 
 
 def uncalled_projections(model: nn.Module) -> set[nn.Module]:

@@ -129,6 +129,19 @@ def test_its_own_forward_pass_without_casts_equals_that_of_torch():
     compare_with_torch(in_pairs())
 
 
+@each("inputs, shape", product(OPTIONS["inputs"], ((0, 5), (2, 0), (0, 0))))
+def test_batches_without_sequences_or_tokens(inputs, shape):
+    case = {name: values[0] for name, values in OPTIONS.items()} | {"inputs": inputs, "batch_first": True}
+    widths = {"one": [WIDTH], "key is value": [WIDTH] * 2, "three": [WIDTH] * 3, "of other widths": [WIDTH, 32, 16]}
+    tensors = [torch.randn(*shape, width) for width in widths[inputs]]
+    for weights in (False, True):
+        original = attention(case)
+        modules = original, convert(copy.deepcopy(original), "mxfp8")
+        expected, results = (run(module, tensors, {"need_weights": weights}) for module in modules)
+        for name, value in expected.items():
+            assert (value is None and results[name] is None) or results[name].shape == value.shape, name
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
 @pytest.mark.usefixtures("never_plain")

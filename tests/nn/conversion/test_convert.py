@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, convert
-from lightning_lowbit.nn import QuantizedLayer, QuantLinear, plan, set_phase
+from lightning_lowbit.nn import GroupedLinear, QuantizedLayer, QuantLinear, plan, set_phase
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from tests.tables import each
 
@@ -34,8 +34,12 @@ ALL = {f"layers.{i}.{name}" for i in range(2) for name in ("attention.qkv", "att
 ALL |= {"lm_head"}
 
 
+def with_layer(layer):
+    return nn.ModuleDict({"first": nn.Linear(4, 4), "last": layer})
+
+
 def classes(model):
-    return {name: type(module) for name, module in model.named_modules()}
+    return {name: type(module) for name, module in model.named_modules()} if isinstance(model, nn.Module) else {}
 
 
 def test_nothing_is_skipped_by_default():
@@ -125,6 +129,7 @@ def test_plan_is_what_convert_does_again_and_again():
 
 
 PROJECTIONS = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("x", "up_proj", "down_proj")})
+SMOOTHED = {"preset": "nvfp4", "smooth": "channel"}
 NO_EFFECT = r"overrides: '(up|lm_head)' gives no layer its casts. It names .*(up|lm_head)"
 PIECE = "must match one or more whole parts of a name.*"
 
@@ -155,6 +160,8 @@ PIECE = "must match one or more whole parts of a name.*"
         ({"model": PROJECTIONS, "skip": ["down_"]}, PIECE + r"'down_\.\*' matches down_proj"),
         ({"model": PROJECTIONS, "skip": ["_proj"]}, PIECE + r"'\.\*_proj' matches down_proj, up_proj"),
         ({"model": PROJECTIONS, "skip": ["q"]}, PIECE + "such as 'x'"),
+        ({"model": with_layer(nn.Conv2d(4, 4, 3)), "casts": SMOOTHED}, "last is of the kind 'convolution'. Give"),
+        ({"model": with_layer(GroupedLinear(2, 4, 4)), "casts": SMOOTHED}, "last is of the kind 'experts'. Give"),
         (
             {"casts": "mxfp6", "backend": "native", "only": ["layers"]},
             r"fprop of .*0.*mlp.* and \d more has no native GEMM.*backend='auto', skip such layers, .* overrides",
@@ -162,11 +169,11 @@ PIECE = "must match one or more whole parts of a name.*"
     ],
 )
 def test_errors_change_nothing(arguments, message):
-    model = Model()
-    before = classes(model)
+    arguments = {"model": Model(), "casts": NVFP4, **arguments}
+    before = classes(arguments["model"])
     with pytest.raises(ValueError, match=message):
-        convert(**{"model": model, "casts": NVFP4, **arguments})
-    assert classes(model) == before
+        convert(**arguments)
+    assert classes(arguments["model"]) == before
 
 
 def test_conv1d():

@@ -152,7 +152,7 @@ def test_weights_that_a_pass_computes_are_refused():
     """Before the pass they are those of the last one, and after a checkpoint was loaded those of no model."""
     model = Attention()
     prune.l1_unstructured(model.k_proj, "weight", 0.5)
-    with pytest.raises(ValueError, match="shared_amax: k_proj cannot share an amax: its weight is computed"):
+    with pytest.raises(ValueError, match="shared_amax: k_proj cannot share an amax: its weight or bias is computed"):
         SharedAmaxes(convert(model, "nvfp4"), ["(q|k)_proj"])
 
 

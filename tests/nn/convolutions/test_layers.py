@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbit import Cast, FP4Precision, IntegerPrecision, LinearCasts, Scale, convert, restore
@@ -141,8 +142,11 @@ def test_a_weight_that_others_give_is_not_baked():
         layer = convert(torch.nn.utils.weight_norm(nn.Conv2d(4, 4, 3)), casts)
     layer(torch.randn(1, 4, 3, 3)).sum().backward()
     assert layer.weight_g.grad is not None
-    with pytest.raises(ValueError, match="computed from others"):
-        bake(layer)
+    later = convert(nn.Conv2d(4, 4, 3), casts)
+    register_parametrization(later, "bias", nn.Tanh())
+    for computed in (layer, later):
+        with pytest.raises(ValueError, match="computed from others"):
+            bake(computed)
 
 
 def test_sizes_in_tables():

@@ -255,7 +255,7 @@ def test_a_grouped_gemm_that_is_wrong_is_left_with_one_warning(monkeypatch):
     "kwargs, text",
     [
         ({"grouped": "loop"}, "Unknown grouped 'loop'"),
-        ({"grouped": "auto", "casts": {"preset": "fp8-current", "smooth": "channel"}}, "Leave the stacks out by skip"),
+        ({"grouped": "auto", "casts": {"preset": "fp8-current", "smooth": "channel"}}, "leave them out by skip"),
         ({"exact": True}, "in bfloat16, and exact=True does not"),
         ({"casts": "fp8-row", "backend": "native"}, "backend='native' does not: choose one"),
         ({"casts": "fp8-blockwise"}, "fprop_x are not exact in bfloat16.*round_to_bfloat16"),

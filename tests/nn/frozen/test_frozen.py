@@ -12,6 +12,7 @@ from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.state import LayerState
 from tests.nn.layers import pass_through
 from tests.precision.regression_model import Regression, fitted
+from tests.precision.regression_model import state as state_of
 
 
 def frozen_model():
@@ -103,6 +104,17 @@ def test_refusals_change_nothing():
     for model in (packed, mixed):
         assert {layer.full_casts for layer in quantized_layers(model).values()} == {LinearCasts.preset("nvfp4")}
     assert not quantized_layers(pack_frozen(several_products(), "nvfp4", skip=["1"])[1])
+
+
+def test_a_run_refuses_casts_that_a_packed_weight_cannot_have_for_all_layers():
+    model, plugin = Regression(), FP4Precision(quantize_output=True)
+    model.first.requires_grad_(False)
+    pack_frozen(model, "nvfp4", only=["first"])
+    fitted(plugin, model)
+    with pytest.raises(ValueError, match="The weight of first is kept as codes of e2m1"):
+        plugin.set_casts({".*": "int4"})
+    assert {*plugin.casts_of(".*").values()} == {LinearCasts.preset("nvfp4")}
+    assert "casts" not in state_of(plugin)
 
 
 def test_only_frozen_weights_are_packed_and_settings_of_other_layers_stay():

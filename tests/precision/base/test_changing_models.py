@@ -108,11 +108,11 @@ def test_a_new_layer_is_told_of_recorded_by_its_name_and_converted_by_the_next_f
     assert isinstance(model.layer[2], QuantizedLayer)
 
 
-def bits(*quantized):
+def bits(*quantized, gemms=None):
     """Per operand of square layers, each forward pass and weight gradient, and input gradients of all but the first,
     before a last one of another width that is not."""
     square, last = 2 * 32 * 32, 2 * 32 * 2
-    gemms = [2, *[3] * (len(quantized) - 1)]
+    gemms = gemms or [2, *[3] * (len(quantized) - 1)]
     sizes = [(count * square, 4.5 if low else 16) for count, low in zip(gemms, quantized, strict=True)]
     flops = [*sizes, (3 * last, 16)]
     return sum(size * width for size, width in flops) / sum(size for size, _ in flops)
@@ -124,6 +124,7 @@ def bits(*quantized):
     (teach, bits(True, True)),
     (lambda net: setattr(net, "layer", nn.Sequential(net.layer[0], nn.Linear(32, 32), net.layer[4])),
      bits(True, False)),
+    (lambda net: net.layer[0].requires_grad_(False), bits(True, True, gemms=[1, 2])),
 ])  # fmt: skip
 def test_the_average_over_the_run_counts_them(told, change, then):
     summary = PrecisionSummary(quiet=True)
@@ -133,6 +134,19 @@ def test_the_average_over_the_run_counts_them(told, change, then):
     other.load_state_dict(summary.state_dict())
     other.counter, other._dtype = summary.counter, summary._dtype
     assert other.average_bits() == pytest.approx(summary.average_bits())
+
+
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
+def test_a_run_that_resumes_within_an_epoch_is_counted_once(told, capsys):
+    def save(trainer, *_):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint("within.ckpt")
+
+    fit(told, Net(), On(on_train_batch_end=save))
+    options = {"max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 0}
+    run = quiet_trainer(FP4Precision("nvfp4", skip=["layer.4"]), callbacks=[PrecisionSummary()], **options)
+    run.fit(Net(), ckpt_path="within.ckpt")
+    assert capsys.readouterr().out.count("Coverage: ") == 1
 
 
 def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told):
