@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -157,6 +157,18 @@ def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
 def is_sharded(model: nn.Module) -> bool:
     is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def forget_gathered(model: nn.Module) -> None:
+    """Gives modules of FSDP their shards back, and makes it gather weights again: after a forward pass without a
+    backward pass it keeps the gathered weights of the root, which then stand among ``model.parameters()``."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        handle = flat_handle(module)
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            handle.reshard(True)
 
 
 @torch.no_grad()
