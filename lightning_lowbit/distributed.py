@@ -192,6 +192,14 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
 
 
 @torch.no_grad()
+def clip_values_(parameters: Sequence[Tensor], limit: float) -> None:
+    """Limits each element of all gradients, also of several meshes, in place to at most ``limit`` in size."""
+    for parameter in parameters:
+        if (shard := local_gradient(parameter)) is not None:
+            parameter.grad = sharded_like(parameter, shard.clamp_(-limit, limit))
+
+
+@torch.no_grad()
 def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Returns max|p| of each whole parameter, the same on all ranks: float32, 0-d, infinite with a NaN."""
     amaxes = [
