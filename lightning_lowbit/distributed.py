@@ -82,6 +82,11 @@ def sharding_of(parameter: Tensor) -> Sharding:
     return _FLATTENED[parameter]
 
 
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Returns the shape of a whole parameter, also of one that FSDP1 has flattened and :func:`connect` knows."""
+    return _FLATTENED[parameter].shape if parameter in _FLATTENED else parameter.shape
+
+
 def replicas_of(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
     """Returns the ranks that have all of some parameters, with the same gradients; None if they are not known."""
     modules = [_REPLICATED[parameter]() if parameter in _REPLICATED else None for parameter in parameters]

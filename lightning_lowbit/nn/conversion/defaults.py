@@ -191,7 +191,7 @@ def _sides(layer: Any) -> tuple[int, int] | None:
             return declared  # type: ignore[return-value]
     if layer.weight.dim() != 2:
         return None
-    matrix = quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr]
+    matrix = quantized_class(type(layer)).matrix_of(layer, layer.weight)  # type: ignore[union-attr]
     return tuple(matrix.shape)
 
 

@@ -69,7 +69,7 @@ def records(model: nn.Module) -> Iterator[tuple[FSDPModule, Record]]:
 def is_plain(record: Record) -> bool:
     """Returns whether a weight is a matrix of one linear layer, which FSDP2 alone shards, by rows."""
     cls = quantized_class(type(owner_of(record)))
-    is_linear = cls is not None and cls.kind == "linear" and cls.weight_matrix is QuantizedLayer.weight_matrix
+    is_linear = cls is not None and cls.kind == "linear" and cls.matrix_of is QuantizedLayer.matrix_of
     return is_linear and is_cut_by_rows(record) and not is_shared(record)
 
 
