@@ -6,8 +6,9 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit. So both GEMMs that read the weight must use the operand
-of the forward pass, and shards must end where tiles of its cast do; other weights are gathered as usual.
+Results equal those of emulated GEMMs of weights gathered in high precision, to the bit. So both GEMMs that read the
+weight must use the operand of the forward pass, and shards must end where tiles of its cast do; other weights are
+gathered as usual.
 """
 
 from collections.abc import Iterator, Mapping
