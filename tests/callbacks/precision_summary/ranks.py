@@ -25,14 +25,18 @@ class Regression(ranks.Regression):
         return torch.optim.SGD(self.trainer.model.parameters(), lr=1e-3)
 
 
-def summary(strategy):
+RUNS = [("ddp", True), ("fsdp1", True), ("fsdp1", False)]
+
+
+def summary(strategy, with_plugin):
     """Of a run: layers, the tables of its page, and the curves of the layers' inputs."""
     alone = strategy == "one"
+    plugins = [LowBitPrecision("fp8-current", compute_dtype="fp32", save="codes")] if with_plugin else []
     run = ranks.trainer(
-        LowBitPrecision("fp8-current", compute_dtype="fp32", save="codes"),
+        *plugins,
         devices=1 if alone else RANKS,
         strategy="auto" if alone else STRATEGIES[strategy](),
-        callbacks=[counted := PrecisionSummary(quiet=True), OutlierMonitor()],
+        callbacks=[counted := PrecisionSummary(quiet=True), OutlierMonitor(layers=["body"])],
         max_steps=2,
         log_every_n_steps=1,
     )
@@ -46,4 +50,4 @@ def summary(strategy):
 
 
 def work():
-    return {strategy: summary(strategy) for strategy in ("ddp", "fsdp1")}
+    return {run: summary(*run) for run in RUNS}

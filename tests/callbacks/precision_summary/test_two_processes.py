@@ -1,13 +1,14 @@
 """Layers of whole sizes, however weights are spread over two processes."""
 
-from tests.callbacks.precision_summary.ranks import RANKS, summary
+from tests.callbacks.precision_summary.ranks import RANKS, RUNS, summary
 from tests.launch import launch
 
 
 def test_tables_are_those_of_one_process(tmp_path):
-    alone, (first, second) = summary("one"), launch("tests.callbacks.precision_summary.ranks", RANKS, tmp_path)
-    assert [(row["out"], row["in"]) for row in alone["layers"]] == [(32, 16), (24, 32), (3, 6), (4, 24)]
-    assert "bits per element of their inputs" in alone["tables"]
-    for strategy, found in first.items():
-        assert found == alone, strategy
-        assert second[strategy]["layers"] == alone["layers"], strategy
+    first, second = launch("tests.callbacks.precision_summary.ranks", RANKS, tmp_path)
+    alone = {with_plugin: summary("one", with_plugin) for with_plugin in (True, False)}
+    assert [(row["out"], row["in"]) for row in alone[True]["layers"]] == [(32, 16), (24, 32), (3, 6), (4, 24)]
+    assert "bits per element of their inputs" in alone[True]["tables"]
+    for run in RUNS:
+        assert first[run] == alone[run[1]], run
+        assert second[run]["layers"] == alone[run[1]]["layers"], run
