@@ -25,7 +25,7 @@ class Regression(ranks.Regression):
         return torch.optim.SGD(self.trainer.model.parameters(), lr=1e-3)
 
 
-RUNS = [("ddp", True), ("fsdp1", True), ("fsdp1", False)]
+RUNS = [("ddp", True), ("fsdp1", True), ("fsdp1", False), ("fsdp1, flat", False)]
 
 
 def summary(strategy, with_plugin):

@@ -10,5 +10,6 @@ def test_tables_are_those_of_one_process(tmp_path):
     assert [(row["out"], row["in"]) for row in alone[True]["layers"]] == [(32, 16), (24, 32), (3, 6), (4, 24)]
     assert "bits per element of their inputs" in alone[True]["tables"]
     for run in RUNS:
-        assert first[run] == alone[run[1]], run
+        for name in alone[run[1]].keys() - ({"tables"} if "flat" in run[0] else {}):  # there layers have no parameters
+            assert first[run][name] == alone[run[1]][name], f"{run}, {name}"
         assert second[run]["layers"] == alone[run[1]]["layers"], run
