@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -80,6 +80,11 @@ def sharding_of(parameter: Tensor) -> Sharding:
             "LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the first step."
         )
     return _FLATTENED[parameter]
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Returns the shape of a whole parameter, also of one that FSDP1 has flattened and :func:`connect` knows."""
+    return _FLATTENED[parameter].shape if parameter in _FLATTENED else parameter.shape
 
 
 def replicas_of(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
@@ -159,6 +164,18 @@ def is_sharded(model: nn.Module) -> bool:
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def forget_gathered(model: nn.Module) -> None:
+    """Gives modules of FSDP their shards back, and makes it gather weights again: after a forward pass without a
+    backward pass it keeps the gathered weights of the root, which then stand among ``model.parameters()``."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        handle = flat_handle(module)
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            handle.reshard(True)
+
+
 @torch.no_grad()
 def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module | None, is_sharded: bool) -> None:
     """Scales all gradients, also of several meshes, in place to a common norm of at most ``limit``.
@@ -177,6 +194,14 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
             gradient.mul_(factor.to(gradient.dtype))
     else:
         torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+
+@torch.no_grad()
+def clip_values_(parameters: Sequence[Tensor], limit: float) -> None:
+    """Limits each element of all gradients, also of several meshes, in place to at most ``limit`` in size."""
+    for parameter in parameters:
+        if (shard := local_gradient(parameter)) is not None:
+            parameter.grad = sharded_like(parameter, shard.clamp_(-limit, limit))
 
 
 @torch.no_grad()

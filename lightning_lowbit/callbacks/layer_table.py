@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_lowbit._torch import is_compiled
+from lightning_lowbit.distributed import whole_shape
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import quantized_layers
@@ -45,7 +46,7 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
             continue
         key = (without_numbers(name), type(module).__name__, size, casts, where)
         rows.setdefault(key, []).append(name)
-        parameters[key] += sum(p.numel() for p in members - counted if not is_lazy(p))
+        parameters[key] += sum(whole_shape(p).numel() for p in members - counted if not is_lazy(p))
         counted |= members
     body = [
         [name_range(names), kind, size, _count(parameters[key]), casts, where]
@@ -93,7 +94,7 @@ def native_notes(model: nn.Module, dtype: torch.dtype) -> list[Text]:
 def host_notes(model: nn.Module, kind: str = "cuda") -> list[Text]:
     """Says that small layers on devices of a kind wait for Python, where nothing is compiled."""
     layers = [layer for layer in quantized_layers(model).values() if layer.weight is not None]
-    sizes = [layer.weight.numel() for layer in layers if layer.device.type == kind]
+    sizes = [whole_shape(layer.weight).numel() for layer in layers if layer.device.type == kind]
     mean = sum(sizes) // max(len(sizes), 1)
     if not 0 < mean < WIDE or any(map(is_compiled, model.modules())):
         return []
@@ -141,7 +142,7 @@ def _labels(model: nn.Module) -> dict[LinearCasts, str]:
 
 def layer_data(model: nn.Module, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     for name, layer in quantized_layers(model).items():
-        rows, columns = (None, None) if layer.weight is None else layer.weight_matrix().shape[-2:]  # None: activations
+        rows, columns = (None, None) if layer.weight is None else layer.matrix_shape[-2:]  # None: activations
         yield {
             "name": clean_name(name),
             "in": columns,

@@ -19,6 +19,7 @@ from lightning_lowbit.callbacks.layer_table import (
     speed_on_cpu,
 )
 from lightning_lowbit.checks import some
+from lightning_lowbit.distributed import connect
 from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.reasons import Reasons
@@ -129,6 +130,7 @@ class PrecisionSummary(LowBitCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
         self._inventory, self._added, self._trained = Inventory(pl_module), set(), _trained(pl_module)
+        connect(trainer.model or pl_module)  # for sizes of weights that FSDP1 has flattened
         plugin = trainer.precision_plugin
         self._dtype, self._why = compute_dtype(plugin), getattr(plugin, "compute_reason", "")
         self._speed = speed_on_cpu(pl_module, self._dtype) if trainer.is_global_zero else None

@@ -27,7 +27,7 @@ from lightning_lowbit._lightning import (
     say_once,
 )
 from lightning_lowbit.checks import choose, flag, integer
-from lightning_lowbit.distributed import clip_gradients_, connect, is_sharded
+from lightning_lowbit.distributed import clip_gradients_, clip_values_, connect, is_sharded
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
@@ -435,6 +435,12 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         clip_gradients_(list(self.main_params(optimizer)), clip_val, self._root, self._is_sharded)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        if self._is_sharded:  # torch takes gradients of one mesh alone, and no pending sums
+            clip_values_(list(self.main_params(optimizer)), clip_val)
+        else:
+            super().clip_grad_by_value(optimizer, clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: Lightning would save it under the class name. See :meth:`on_save_checkpoint`."""

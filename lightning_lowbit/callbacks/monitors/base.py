@@ -25,6 +25,7 @@ from lightning_lowbit._lightning import (
     rank_zero_warn,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
+from lightning_lowbit.distributed import connect
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.saved_state import NUMBER, OneOf
 
@@ -139,6 +140,7 @@ class Monitor(LowBitCallback):
         self._loggers = list(trainer.loggers)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._reports = [callback for callback in callbacks if hasattr(callback, "record_layers")]
+        connect(trainer.model or pl_module)  # also without a plugin; only FSDP1's wrapped module knows whole parameters
         self._try(lambda: self._begin(trainer, pl_module))
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:

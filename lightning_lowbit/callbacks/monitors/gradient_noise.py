@@ -14,7 +14,6 @@ from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, NoiseMeasurement, Sums
 from lightning_lowbit.checks import choose, integer, positive
-from lightning_lowbit.distributed import connect
 from lightning_lowbit.metrics.noise import gradient_to_noise
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.patterns import select
@@ -122,8 +121,6 @@ class GradientNoiseMonitor(Monitor):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._switches = any(getattr(callback, "below", None) is not None for callback in callbacks)
-        assert trainer.model is not None
-        connect(trainer.model)
         self._chosen = set()
         if self.layers is not None and (names := list(converted_layers(pl_module))):
             self._chosen = select(names, self.layers, "layers", "quantized layer")

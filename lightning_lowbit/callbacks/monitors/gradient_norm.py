@@ -19,7 +19,7 @@ from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_ste
 from lightning_lowbit._torch import current_scale
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.checks import integer, number, positive, some
-from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
+from lightning_lowbit.distributed import all_reduce_, local_norms, sharding_of
 from lightning_lowbit.metrics.spikes import LEAST_RISE, SPIKE_STATE, detect_spike
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.patterns import clean_name, select
@@ -121,8 +121,6 @@ class GradientNormMonitor(Monitor):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._chosen = set()
         self._refuse_deepspeed(trainer)
-        assert trainer.model is not None
-        connect(trainer.model)
         self._has_scaler = scaler_of(trainer.precision_plugin) is not None
         self._is_clipped = bool(trainer.gradient_clip_val) or any(
             group.get(name) for optimizer in trainer.optimizers for group in optimizer.param_groups for name in _CLIPS

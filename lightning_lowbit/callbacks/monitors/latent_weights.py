@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit.distributed import forget_gathered
 from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.patterns import clean_name
@@ -47,6 +48,8 @@ def has_flat_weights(trainer: Trainer) -> bool:
 
 def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModule) -> dict[str, QuantizedLayer]:
     """Returns the converted layers that have weights, by name; raises a ``MisconfigurationException`` if sharded."""
+    assert trainer.model is not None
+    forget_gathered(trainer.model)  # after a sanity check FSDP2's root has whole weights
     layers = {name: layer for name, layer in converted_layers(pl_module).items() if layer.weight is not None}
     if layers and (has_flat_weights(trainer) or any(isinstance(layer.weight, DTensor) for layer in layers.values())):
         raise MisconfigurationException(

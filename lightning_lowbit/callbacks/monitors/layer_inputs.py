@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_lowbit._torch import ConvNd, foreach_zero_
 from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit._torch.sharding import offset_of_shard
-from lightning_lowbit.distributed import all_reduce_world_
+from lightning_lowbit.distributed import all_reduce_world_, whole_shape
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums
 from lightning_lowbit.nn import QuantizedLayer
 
@@ -92,4 +92,4 @@ def in_features(layer: Any) -> int:
         return layer.in_channels
     if isinstance(layer, nn.Linear):
         return layer.in_features
-    return layer.weight_matrix().shape[-1] if isinstance(layer, QuantizedLayer) else layer.weight.shape[0]
+    return layer.matrix_shape[-1] if isinstance(layer, QuantizedLayer) else whole_shape(layer.weight)[0]

@@ -25,7 +25,13 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit._torch import current_scale, disable_current_modes, repeatable_backward
 from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
-from lightning_lowbit.distributed import all_reduce_, all_reduce_world_, local_gradient, sharding_of
+from lightning_lowbit.distributed import (
+    all_reduce_,
+    all_reduce_world_,
+    forget_gathered,
+    local_gradient,
+    sharding_of,
+)
 from lightning_lowbit.metrics.noise import gradient_noise_sums
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.core.watch import Watch
@@ -82,6 +88,8 @@ class FromDraws(NoiseMeasurement):
         _plugin(trainer).expect_draws()
 
     def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
+        assert trainer.model is not None
+        forget_gathered(trainer.model)  # after a forward pass FSDP2's root has whole parameters, which get no gradients
         weights: dict[str, Tensor] = {}
         for name, layer in layers.items():
             if layer.weight.requires_grad and not any(layer.weight is weight for weight in weights.values()):
@@ -232,6 +240,7 @@ def _is_reentrant(loss: Tensor) -> bool:
 
 @contextmanager
 def _set_aside(model: nn.Module) -> Generator[None, None, None]:
+    forget_gathered(model)
     saved = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in saved:
         parameter.grad = None

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Trainer
-from lightning_lowbit._torch.sharding import flat_handle
 from lightning_lowbit.distributed import local
 
 # Optimizer options that schedules and switches set. All others are the optimizer's state, such as Prodigy's estimate of
@@ -142,17 +140,6 @@ def _tensors(value: Any, shapes: Collection[list[torch.Size]]) -> Iterator[Tenso
     for item in value:
         if isinstance(item, nn.Module):
             yield from _tensors(item, shapes)
-
-
-def forget_gathered(model: nn.Module) -> None:
-    """Makes FSDP gather changed weights again; it keeps the gathered weights of the root between passes."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    for module in FullyShardedDataParallel.fsdp_modules(model):
-        handle = flat_handle(module)
-        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
-            handle.reshard(True)
 
 
 class _Copy(NamedTuple):

@@ -26,9 +26,9 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.learning_rates import GentleSteps
-from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, copies_of_weights, forget_gathered
+from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, copies_of_weights
 from lightning_lowbit.checks import choose, fraction, integer, positive, some
-from lightning_lowbit.distributed import local
+from lightning_lowbit.distributed import forget_gathered, local
 from lightning_lowbit.metrics.spikes import SpikeDetector, Window, mean_limit
 from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision

@@ -23,9 +23,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_lowbit.distributed import whole_shape
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.registry import quantized_class
@@ -189,10 +191,10 @@ def _sides(layer: Any) -> tuple[int, int] | None:
         declared = getattr(layer, f"out_{what}", None), getattr(layer, f"in_{what}", None)
         if all(isinstance(size, int) for size in declared):
             return declared  # type: ignore[return-value]
-    if layer.weight.dim() != 2:
+    whole = torch.empty(whole_shape(layer.weight), device="meta")  # FSDP1 may have taken the memory of the weight
+    if whole.dim() != 2:
         return None
-    matrix = quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr]
-    return tuple(matrix.shape)
+    return tuple(quantized_class(type(layer)).matrix_of(layer, whole).shape)  # type: ignore[union-attr]
 
 
 def _narrow(shape: tuple[int, int], casts: LinearCasts) -> str | None:

@@ -180,7 +180,7 @@ def _matrix(layer: Any) -> Tensor:
     """Returns the weight of a linear layer, ``[out_features, in_features]``: a view."""
     cls = quantized_class(type(layer))
     assert cls is not None
-    return cls.weight_matrix(layer)
+    return layer.weight_matrix() if isinstance(layer, QuantizedLayer) else cls.matrix_of(layer, layer.weight)
 
 
 def _last_amax(name: str, mlp: Any) -> Tensor | None:

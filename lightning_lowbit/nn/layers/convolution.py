@@ -54,10 +54,10 @@ class QuantizedConvolution(QuantizedLayer):
     def obstacle(module: Any) -> str | None:
         return DEPTHWISE if module.in_channels == module.groups > 1 else None
 
-    def weight_matrix(self) -> Tensor:
+    def matrix_of(self, weight: Tensor) -> Tensor:
         """Returns the weight as ``[C_out, kernel · C_in]``, of a transposed convolution ``[kernel · C_out, C_in]``,
         channels innermost, or ``[groups, …]`` a stack of such: a copy, unless the weight is in channels-last order."""
-        return self._matrices(self.weight)[0]
+        return self._matrices(weight)[0]
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
         """Returns :meth:`weight_matrix`, and the weight in the same order before its dimensions are merged."""

@@ -123,9 +123,8 @@ class MergedProduct(GroupedProduct):
         super().__init__(owner, weight, None, is_transposed)
         self.experts = experts
 
-    def weight_matrix(self) -> Tensor:
-        weight: Tensor = self.weight.unflatten(0, (self.experts, -1))
-        return weight.mT if self.is_transposed else weight
+    def matrix_of(self, weight: Tensor) -> Tensor:
+        return super().matrix_of(torch.unflatten(weight, 0, (self.experts, -1)))
 
 
 class UniformExperts(CompositeLayer):

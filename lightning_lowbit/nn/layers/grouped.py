@@ -305,8 +305,7 @@ class GroupedProduct(GroupedLayer, PartLayer):
         super().__init__(owner, weight, bias)
         self.is_transposed = is_transposed
 
-    def weight_matrix(self) -> Tensor:
-        weight: Tensor = self.weight
+    def matrix_of(self, weight: Tensor) -> Tensor:
         return weight.mT if self.is_transposed else weight
 
     def extra_repr(self) -> str:

@@ -128,7 +128,7 @@ def _derived(cls: Any, known: _Layer) -> Any:
     quantized = _product_alone if known.forward is None else known.forward
     members: dict[str, Any] = {"forward": forward}
     if known.weight == COLUMNS:
-        members["weight_matrix"] = lambda self: self.weight.t()
+        members["matrix_of"] = lambda self, weight: weight.t()
     if not issubclass(cls, nn.Linear):
         members["__repr__"] = nn.Module.__repr__  # with the casts
     if hasattr(cls, "__deepcopy__"):  # which may construct the class itself

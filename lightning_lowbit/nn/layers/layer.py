@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_lowbit._torch import unsafe_view
+from lightning_lowbit.distributed import whole_shape
 from lightning_lowbit.kernels.windows import Window
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
@@ -113,8 +114,19 @@ class QuantizedLayer(NativeGemms):
 
     def weight_matrix(self) -> Tensor:
         """Returns the weight as ``[out_features, in_features]``, or a stack of such matrices."""
-        state = getattr(self, "lowbit", None)  # also called for layers that are not converted
-        return self.weight if state is None or state.frozen is None else state.frozen.dense(self.weight.detach())
+        frozen = self.lowbit.frozen
+        return self.matrix_of(self.weight) if frozen is None else frozen.dense(self.weight.detach())
+
+    def matrix_of(self, weight: Tensor) -> Tensor:
+        """Returns a weight, as it is stored, in the order of :meth:`weight_matrix`; also for layers that are not
+        converted."""
+        return weight
+
+    @property
+    def matrix_shape(self) -> torch.Size:
+        """The shape of :meth:`weight_matrix`, also of a whole weight that FSDP1 has flattened."""
+        frozen = self.lowbit.frozen
+        return frozen.shape if frozen else self.matrix_of(torch.empty(whole_shape(self.weight), device="meta")).shape
 
     def set_weight_matrix(self, values: Tensor) -> None:
         """Writes values of :meth:`weight_matrix` to the parameter."""
@@ -128,13 +140,13 @@ class QuantizedLayer(NativeGemms):
     @property
     def size_text(self) -> str:
         """The layer's size in tables: ``in → out`` features, or ``8 × (in → out)`` of a stack."""
-        *stack, out_features, in_features = self.weight_matrix().shape
+        *stack, out_features, in_features = self.matrix_shape
         size = f"{in_features} → {out_features}"
         return f"{stack[0]} × ({size})" if stack else size
 
     def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """Returns the elements of an input token, and the bits of each that a pass in ``dtype`` saves for backward."""
-        return self.weight_matrix().shape[-1], saved_bits(self.lowbit.full_casts, self.lowbit.save, dtype)
+        return self.matrix_shape[-1], saved_bits(self.lowbit.full_casts, self.lowbit.save, dtype)
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Returns the layer's parameters, wherever they are registered."""

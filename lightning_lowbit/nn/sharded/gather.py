@@ -6,8 +6,9 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit. So both GEMMs that read the weight must use the operand
-of the forward pass, and shards must end where tiles of its cast do; other weights are gathered as usual.
+Results equal those of emulated GEMMs of weights gathered in high precision, to the bit. So both GEMMs that read the
+weight must use the operand of the forward pass, and shards must end where tiles of its cast do; other weights are
+gathered as usual.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,7 +70,7 @@ def records(model: nn.Module) -> Iterator[tuple[FSDPModule, Record]]:
 def is_plain(record: Record) -> bool:
     """Returns whether a weight is a matrix of one linear layer, which FSDP2 alone shards, by rows."""
     cls = quantized_class(type(owner_of(record)))
-    is_linear = cls is not None and cls.kind == "linear" and cls.weight_matrix is QuantizedLayer.weight_matrix
+    is_linear = cls is not None and cls.kind == "linear" and cls.matrix_of is QuantizedLayer.matrix_of
     return is_linear and is_cut_by_rows(record) and not is_shared(record)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision, convert
@@ -125,7 +125,9 @@ def test_sharded_weights_are_gathered_or_refused(tmp_path):
         )
         whole = model[0].weight.detach()
         model[0].weight = nn.Parameter(distribute_tensor(whole, DeviceMesh("cpu", [0]), [Shard(0)]))
-        for one in (trained(model), trained(flat.module, wrapped=flat)):
+        gathered = fully_shard(convert(nn.Sequential(nn.Linear(8, 8)), "int4"), mesh=DeviceMesh("cpu", [0]))
+        gathered(torch.ones(1, 8))  # as in a sanity check; the root keeps what it has gathered
+        for one in (trained(model), trained(flat.module, wrapped=flat), trained(gathered)):
             with pytest.raises(MisconfigurationException, match="needs whole weights .* shards them: leave it out"):
                 whole_layers(Callback(), *one)
         ((_, weight),) = latent_weights({"0": model[0]}, torch.bfloat16)

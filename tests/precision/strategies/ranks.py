@@ -109,10 +109,12 @@ def train(name, precision, optimizer, how=None, **kwargs):
 
 
 def changed(what):
-    """How a run goes that begins another phase, which shows in the losses two steps later, or whose layers share an
-    amax: what the Trainer and the plugin are given."""
+    """How a run goes that begins another phase, or clips each element of its gradients, which shows in the losses two
+    steps later, or whose layers share an amax: what the Trainer and the plugin are given."""
     if what == "shared":
         return {}, SHARED
+    if what == "clipped":
+        return {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value", "max_steps": LONGEST}, {}
     return {"callbacks": [PrecisionSwitch("qaf", step=1)], "max_steps": LONGEST}, {}
 
 
@@ -152,7 +154,7 @@ def odd(strategy):
 
 
 SHARED = {"shared_amax": ["(q|k|v)_proj", "gate_proj|up_proj"]}
-CHANGES = ("switched", "shared")
+CHANGES = ("switched", "shared", "clipped")
 ODD = ("DDP", "FSDP1, FULL_SHARD", "FSDP2")
 
 

@@ -95,9 +95,9 @@ def check(ranks, expected, run):
     compare(ranks, name, [of_rank[run] for of_rank in ranks], expected[key])
 
 
-@pytest.mark.fast("FSDP2, switched", "FSDP2, shared", "tensor parallel, shared")
+@pytest.mark.fast("FSDP2, switched", "FSDP2, shared", "tensor parallel, shared", "tensor parallel, clipped")
 @pytest.mark.parametrize("run", [f"{name}, {what}" for name in KINDS for what in CHANGES])
-def test_a_phase_begins_on_all_ranks_and_projections_share_an_amax(two, expected, run):
+def test_a_phase_begins_elements_are_clipped_and_projections_share_an_amax_on_all_ranks(two, expected, run):
     name, _, what = run.rpartition(", ")
     case = "NVFP4", "StableSPAM", len(DATA_RANKS.get(name, two))
     key = what, *case

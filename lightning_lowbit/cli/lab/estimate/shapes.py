@@ -240,7 +240,7 @@ def _rows(layer: Any, network: Any) -> int:
 
 def _matrix(layer: Any) -> Tensor:
     cls: Any = quantized_class(type(layer))
-    matrix: Tensor = cls.weight_matrix(layer)
+    matrix: Tensor = cls.matrix_of(layer, layer.weight)
     return matrix
 
 
@@ -248,7 +248,7 @@ def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
     """Returns the cast in which FSDP2 can gather the weight of a layer, if no other layer shares it."""
     from lightning_lowbit.nn.sharded.gather import casts_obstacle  # depends on internals of FSDP2
 
-    is_plain = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
+    is_plain = quantized_class(type(layer)).matrix_of is QuantizedLayer.matrix_of  # type: ignore[union-attr]
     is_plain = is_plain and is_linear(layer) and not isinstance(layer, PartLayer)
     return casts.cast_of("fprop_w") if is_plain and casts_obstacle(casts) is None else None
 

@@ -36,7 +36,8 @@ ASKED = ("ddp", "fsdp1", "fsdp1, flat", "fsdp2")
 class Regression(ranks.Regression):
     """Batches follow from the micro-batch, too.
 
-    One layer has fewer rows than ranks, so that a rank has nothing of it; one may be there that no loss depends on.
+    One layer has fewer rows than ranks, so that a rank has nothing of it; one is in FSDP2's root, which has whole
+    parameters between the passes; and one may be there that no loss depends on.
     """
 
     shape = (32, 16, 1)
@@ -47,9 +48,12 @@ class Regression(ranks.Regression):
         super().__init__(shard)
 
     def build(self):
-        layers = nn.Linear(16, 40), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(40, 24), nn.Linear(24, 1)
-        self.body = nn.Sequential(*layers)
+        self.first = nn.Linear(16, 40)
+        self.body = nn.Sequential(nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(40, 24), nn.Linear(24, 1))
         self.unused = nn.Linear(3, 3) if self.unused_too else None
+
+    def forward(self, x):
+        return self.body(self.first(x))
 
     def inputs(self, step, batch_idx):
         return super().inputs(100 * step + batch_idx % self.trainer.accumulate_grad_batches, batch_idx)
@@ -77,7 +81,7 @@ def results_of(monitor, run, model):
 
 def train(name, casts, micro, measured=True):
     """Results by two draws, and the next random numbers."""
-    monitor = GradientNoiseMonitor(1, average=1, layers=[r"body\.\d"])
+    monitor = GradientNoiseMonitor(1, average=1, layers=["first", r"body\.\d"])
     run = trainer(name, casts, *([monitor] if measured else []), accumulate_grad_batches=micro)
     model = Regression(0.0 if casts == "weight" else 0.2, name == "fsdp2", "unused" in name)
     torch.manual_seed(1 + run.global_rank)
@@ -87,7 +91,7 @@ def train(name, casts, micro, measured=True):
 
 def ask(name, measured=True):
     """Results by layers."""
-    monitor = GradientNoiseMonitor(1, kind="layers", average=STEPS, layers=[r"body\.\d"])
+    monitor = GradientNoiseMonitor(1, kind="layers", average=STEPS, layers=["first", r"body\.\d"])
     run = trainer(name, "everything", *([monitor] if measured else []), limit_train_batches=1)
     model = Regression(shard=name == "fsdp2")
     torch.manual_seed(1)
