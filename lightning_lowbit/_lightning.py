@@ -168,6 +168,20 @@ def forget_fetches(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
 
 
+def begins_data_anew(trainer: Trainer, places: int) -> bool:
+    """Returns whether the data of a run that goes on within an epoch begin anew and Lightning does not say so.
+
+    It goes by the number of steps, which tells nothing for data without a length, or with several optimizers.
+    ``places`` is the number of loaders whose place is in the checkpoint.
+    """
+    combined, batches = trainer.fit_loop._combined_loader, trainer.num_training_batches
+    assert combined is not None
+    remember = all(isinstance(loader, fabric.utilities.types._Stateful) for loader in combined.flattened)
+    has_length = batches < math.inf and not remember
+    is_said = has_length and trainer.global_step % math.ceil(batches / trainer.accumulate_grad_batches) != 0
+    return places < len(combined.flattened) and not is_said
+
+
 def trains_elsewhere(trainer: Trainer) -> bool:
     """Returns whether processes train that end with ``fit``: those of ``ddp_spawn``, ``ddp_fork``, ``ddp_notebook``."""
     return isinstance(trainer.strategy.launcher, pytorch.strategies.launchers._MultiProcessingLauncher)

@@ -8,9 +8,11 @@ import torch
 
 from lightning_lowbit._lightning import (
     BaseFinetuning,
+    GradientAccumulationScheduler,
     LightningModule,
     StochasticWeightAveraging,
     Trainer,
+    begins_data_anew,
     call_before_fetches,
     forget_fetches,
     rank_zero_warn,
@@ -40,11 +42,11 @@ class ExactResume(LowBitCallback):
     random numbers of a batch depend only on its place in the run; so do those of its fetch and its transfer, such as
     noise. Not covered are workers of a loader, and the first fetch after a resume from data without a length.
 
-    The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume. Use one with
-    ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the accumulated
-    gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after ``Trainer.fit``,
-    resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning. There is one, too,
-    for parameters that are frozen and were not in the checkpoint, or the other way round.
+    The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume, with a warning. Use
+    one with ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the
+    accumulated gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after
+    ``Trainer.fit``, resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning.
+    There is one, too, for parameters that are frozen and were not in the checkpoint, or the other way round.
 
     Args:
         seed: any integer; None takes the seed of ``seed_everything``, or 0.
@@ -59,6 +61,7 @@ class ExactResume(LowBitCallback):
 
     def _start_afresh(self) -> None:
         self._frozen: set[str] | None = None  # in the checkpoint that was loaded
+        self._places: int | None = None  # of loaders, in a checkpoint from within an epoch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the first process's seed: others may have been started after another ``seed_everything``."""
@@ -84,6 +87,7 @@ class ExactResume(LowBitCallback):
             which = "counts batches on from that epoch if max_steps is set"
             rank_zero_warn(_AFTER_THE_EPOCH.format(which=which, or_else=", or set max_epochs alone"))
         elif not (has_ended or is_whole):
+            self._places = len(loop["state_dict"].get("combined_loader", ()))
             callbacks = [callback for callback in trainer.callbacks if isinstance(callback, _BY_EPOCH)]  # type: ignore[attr-defined]
             for name in sorted({type(callback).__name__ for callback in callbacks}):
                 rank_zero_warn(
@@ -107,8 +111,23 @@ class ExactResume(LowBitCallback):
         forget_fetches(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._places is not None:
+            self._go_on_within_epoch(trainer, self._places)
+            self._places = None
         # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
         _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
+
+    def _go_on_within_epoch(self, trainer: Trainer, places: int) -> None:
+        """Warns if its data begin anew; accumulates as since its start, which Lightning does not repeat."""
+        if begins_data_anew(trainer, places):
+            rank_zero_warn(
+                "The run goes on within an epoch, and its data begin that epoch again, so it differs from an "
+                "uninterrupted one. Give data whose loaders have state_dict and load_state_dict, in the run that saves "
+                "the checkpoint, too; or resume from a checkpoint of the end of an epoch."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler):
+                callback.on_train_epoch_start(trainer)
 
     def _compare_frozen(self, pl_module: LightningModule) -> None:
         """Warns if other parameters are frozen than in the checkpoint, before an epoch begins and may change them."""

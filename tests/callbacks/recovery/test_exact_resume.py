@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbit import CrashSafeCheckpoint, ExactResume
 from tests.launch import launch
@@ -173,6 +174,61 @@ def test_a_callback_of_epochs_that_resumes_within_one_gets_a_warning(callback, t
         with warned() as messages:
             resume.on_load_checkpoint(trainer, BoringModel(), checkpoint)
         assert any("acts at the start of epochs" in message for message in messages) == warns, (step, messages)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(8, 32))
+
+
+class TwoOptimizers(BoringModel):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+def loader_of(data):
+    return DataLoader(data, batch_size=1)
+
+
+@each(
+    "model, data, step, warns",
+    [
+        (BoringModel, lambda: loader_of(Endless()), 3, True),
+        (BoringModel, lambda: loader_of(Endless()), 8, False),
+        (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 8, True),  # after four batches
+        (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 16, False),
+        (BoringModel, Loader, 3, False),
+    ],
+)
+def test_data_that_begin_anew_within_an_epoch_get_a_warning(model, data, step, warns, tmp_path):
+    folder = tmp_path / f"{model.__name__}, {step}, {data is Loader}"
+    save = CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    settings = {"limit_train_batches": None, "max_epochs": 2}
+    quiet_trainer(callbacks=[ExactResume(), save], enable_checkpointing=True, **settings).fit(model(), data())
+    with warned() as messages:
+        quiet_trainer(callbacks=[ExactResume()], **settings).fit(
+            model(), data(), ckpt_path=folder / f"step={step}.ckpt"
+        )
+    assert any("its data begin that epoch again" in message for message in messages) == warns, messages
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_accumulation_by_epochs_goes_on_within_one(tmp_path):
+    def run_of(*callbacks, **kwargs):
+        schedule = pytorch.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+        settings = {"limit_train_batches": 8, "max_epochs": 2, "enable_checkpointing": bool(callbacks)}
+        return run(Augmented(), schedule, *callbacks, **settings, **kwargs).global_step
+
+    assert run_of(CrashSafeCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)) == 10
+    assert run_of(ckpt_path=tmp_path / "step=9.ckpt") == 10
 
 
 class Thaws(BoringModel):
