@@ -192,6 +192,12 @@ def logged_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer._logger_connector._callback_metrics
 
 
+def logged_in_batch(trainer: Trainer) -> dict[str, Any]:
+    """Metrics logged so far, also by hooks of this batch that are done. No reduction is due before the epoch ends."""
+    is_within_epoch = trainer._logger_connector._first_loop_iter is not None
+    return trainer.callback_metrics if is_within_epoch else logged_metrics(trainer)
+
+
 def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
     """Drops metrics logged in ``on_train_batch_end``, which Lightning would repeat until the epoch ends."""
     assert trainer._results is not None

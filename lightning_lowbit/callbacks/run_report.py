@@ -24,6 +24,7 @@ from lightning_lowbit._lightning import (
     is_logging_step,
     is_mid_step,
     is_validation_of_fit,
+    logged_in_batch,
     logged_metrics,
     rank_zero_info,
     rank_zero_warn,
@@ -157,7 +158,7 @@ class RunReport(LowBitCallback):
                 contents.call_reports(self._trainer, "report_alerts", [])
             (self.on_validation_end if self._trainer.validating else self.on_train_batch_end)(self._trainer)
             if self._late is not None:
-                self._take(logged_metrics(self._trainer), self._late, self._old)
+                self._take(logged_in_batch(self._trainer), self._late, self._old)
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
 
