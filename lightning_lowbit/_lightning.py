@@ -182,6 +182,18 @@ def begins_data_anew(trainer: Trainer, places: int) -> bool:
     return places < len(combined.flattened) and not is_said
 
 
+def update_plateaus(trainer: Trainer) -> None:
+    """Lets schedules that go by a metric take the step of the end of an epoch, if their metrics are known."""
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if all(config.monitor in logged_metrics(trainer) for config in plateaus):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+
+def forget_restart(trainer: Trainer) -> None:
+    """Ends what Lightning leaves out in the first epoch of a resumed run: at its end, `update_plateaus`."""
+    trainer.fit_loop._restarting = False
+
+
 def trains_elsewhere(trainer: Trainer) -> bool:
     """Returns whether processes train that end with ``fit``: those of ``ddp_spawn``, ``ddp_fork``, ``ddp_notebook``."""
     return isinstance(trainer.strategy.launcher, pytorch.strategies.launchers._MultiProcessingLauncher)

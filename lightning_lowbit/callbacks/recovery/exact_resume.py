@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_lowbit._lightning import (
     BaseFinetuning,
@@ -15,13 +16,17 @@ from lightning_lowbit._lightning import (
     begins_data_anew,
     call_before_fetches,
     forget_fetches,
+    forget_restart,
+    logged_metrics,
     rank_zero_warn,
+    update_plateaus,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision.run_settings import data_rank, global_seed
+from lightning_lowbit.report.history import scalars
 from lightning_lowbit.saved_state import check_state
 
 _FETCH = 1  # other random numbers before a batch is fetched than in its training step
@@ -31,6 +36,7 @@ _AFTER_THE_EPOCH = (
     "(CrashSafeCheckpoint with every_n_train_steps){or_else}."
 )
 _FROZEN = "lightning_lowbit_frozen"  # names of parameters, in the checkpoint
+_METRICS = "lightning_lowbit_metrics"  # logged values by name, in the checkpoint
 # Of Lightning; within an epoch nothing calls their on_train_epoch_start again.
 _BY_EPOCH = (BaseFinetuning, StochasticWeightAveraging)
 
@@ -62,23 +68,31 @@ class ExactResume(LowBitCallback):
     def _start_afresh(self) -> None:
         self._frozen: set[str] | None = None  # in the checkpoint that was loaded
         self._places: int | None = None  # of loaders, in a checkpoint from within an epoch
+        self._metrics: dict[str, Tensor] | None = None  # in the checkpoint, until its epoch has ended
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the first process's seed: others may have been started after another ``seed_everything``."""
         self.seed = trainer.strategy.broadcast(self.seed)
+        self._put_back_metrics(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the names of frozen parameters, which Lightning's checkpoints do not tell."""
+        """Adds what Lightning's checkpoints lack: names of frozen parameters, and metrics for what monitors one."""
         checkpoint[_FROZEN] = [name for name, is_frozen in _frozen(pl_module).items() if is_frozen]
+        metrics = scalars(logged_metrics(trainer))
+        checkpoint[_METRICS] = {name: value.detach().cpu() for name, value in metrics.items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Warns if Lightning takes the place in the run for another one."""
+        """Takes what `on_save_checkpoint` added; warns if Lightning takes the place in the run for another one."""
         loop = checkpoint.get("loops", {}).get("fit_loop")
         if trainer.state.fn != "fit" or loop is None:
             return
         if _FROZEN in checkpoint:
             check_state(_FROZEN, checkpoint[_FROZEN], [str])
             self._frozen = {*checkpoint[_FROZEN]}
+        if _METRICS in checkpoint:
+            check_state(_METRICS, checkpoint[_METRICS], {str: Tensor})
+            self._metrics = dict(checkpoint[_METRICS])
+            self._put_back_metrics(trainer)
         epochs, is_whole = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]["is_last_batch"]
         has_ended = epochs["processed"] == epochs["ready"] > 0
         if has_ended and not is_whole:
@@ -103,12 +117,22 @@ class ExactResume(LowBitCallback):
 
         call_before_fetches(trainer, before_fetch)
         self._compare_frozen(pl_module)
+        self._put_back_metrics(trainer)
+        if self._metrics is not None and trainer.fit_loop.resumed_on_epoch_end:
+            update_plateaus(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets schedules of a plateau go on: Lightning leaves them out after a resume, for want of metrics."""
+        if self._metrics is not None:
+            forget_restart(trainer)
+            self._metrics = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         forget_fetches(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         forget_fetches(trainer)
+        self._metrics = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._places is not None:
@@ -116,6 +140,14 @@ class ExactResume(LowBitCallback):
             self._places = None
         # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
         _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
+
+    def _put_back_metrics(self, trainer: Trainer) -> None:
+        """Gives callbacks that monitor a metric that of a validation before the checkpoint.
+
+        Lightning forgets metrics between the load of most checkpoints and ``on_fit_start``, and after a sanity check.
+        """
+        metrics, device = self._metrics or {}, trainer.strategy.root_device
+        logged_metrics(trainer).update((name, value.to(device)) for name, value in metrics.items())
 
     def _go_on_within_epoch(self, trainer: Trainer, places: int) -> None:
         """Warns if its data begin anew; accumulates as since its start, which Lightning does not repeat."""

@@ -231,6 +231,44 @@ def test_accumulation_by_epochs_goes_on_within_one(tmp_path):
     assert run_of(ckpt_path=tmp_path / "step=9.ckpt") == 10
 
 
+class Waits(BoringModel):
+    """Notes its learning rate, which falls where a metric of validation stays as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = {}
+
+    def training_step(self, batch, batch_idx):
+        self.rates[self.trainer.global_step] = self.optimizers().param_groups[0]["lr"]
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 1.0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
+@each("saves, step", [({"every_n_train_steps": 1}, 7), ({"every_n_train_steps": 1}, 12), ({}, 12)])
+def test_what_monitors_a_validation_goes_on_with_its_metric(saves, step, tmp_path):
+    """Within an epoch; at its end, behind the validation; and behind the end."""
+
+    def rates(*callbacks, ckpt_path=None):
+        stop = pytorch.callbacks.EarlyStopping("val", patience=9)
+        settings = {"max_epochs": 4, "limit_val_batches": 1, "enable_checkpointing": bool(callbacks)}
+        run(model := Waits(), stop, *callbacks, ckpt_path=ckpt_path, **settings)
+        return model.rates
+
+    folder = tmp_path / f"{step} of {len(saves)}"
+    whole = rates(CrashSafeCheckpoint(folder, filename="{step}", save_top_k=-1, **saves))
+    assert len({*whole.values()}) == 3, "no schedule"
+    resumed = rates(ckpt_path=folder / f"step={step}.ckpt")
+    assert resumed == {at: rate for at, rate in whole.items() if at >= step}
+
+
 class Thaws(BoringModel):
     """The weight or the bias is frozen; in the second epoch alone they change places."""
 
