@@ -53,6 +53,7 @@ GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 Logger = pytorch.loggers.Logger
 MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
+ModelPruning = pytorch.callbacks.ModelPruning
 StochasticWeightAveraging = pytorch.callbacks.StochasticWeightAveraging
 TQDMProgressBar = pytorch.callbacks.TQDMProgressBar
 TensorBoardLogger = pytorch.loggers.TensorBoardLogger

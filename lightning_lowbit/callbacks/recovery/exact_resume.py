@@ -11,6 +11,7 @@ from lightning_lowbit._lightning import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     LightningModule,
+    ModelPruning,
     StochasticWeightAveraging,
     Trainer,
     begins_data_anew,
@@ -94,6 +95,11 @@ class ExactResume(LowBitCallback):
             self._metrics = dict(checkpoint[_METRICS])
             self._put_back_metrics(trainer)
         epochs, is_whole = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]["is_last_batch"]
+        if epochs["processed"] and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            rank_zero_warn(
+                "ModelPruning saves pruned weights without their masks: they train on, and are pruned as if for the "
+                "first time, so the run differs from an uninterrupted one. Prune in a run that is not resumed."
+            )
         has_ended = epochs["processed"] == epochs["ready"] > 0
         if has_ended and not is_whole:
             rank_zero_warn(_AFTER_THE_EPOCH.format(which="leaves out the rest of that epoch", or_else=""))
