@@ -53,6 +53,7 @@ GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 Logger = pytorch.loggers.Logger
 MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
+ModelPruning = pytorch.callbacks.ModelPruning
 StochasticWeightAveraging = pytorch.callbacks.StochasticWeightAveraging
 TQDMProgressBar = pytorch.callbacks.TQDMProgressBar
 TensorBoardLogger = pytorch.loggers.TensorBoardLogger
@@ -168,6 +169,32 @@ def forget_fetches(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
 
 
+def begins_data_anew(trainer: Trainer, places: int) -> bool:
+    """Returns whether the data of a run that goes on within an epoch begin anew and Lightning does not say so.
+
+    It goes by the number of steps, which tells nothing for data without a length, or with several optimizers.
+    ``places`` is the number of loaders whose place is in the checkpoint.
+    """
+    combined, batches = trainer.fit_loop._combined_loader, trainer.num_training_batches
+    assert combined is not None
+    remember = all(isinstance(loader, fabric.utilities.types._Stateful) for loader in combined.flattened)
+    has_length = batches < math.inf and not remember
+    is_said = has_length and trainer.global_step % math.ceil(batches / trainer.accumulate_grad_batches) != 0
+    return places < len(combined.flattened) and not is_said
+
+
+def update_plateaus(trainer: Trainer) -> None:
+    """Lets schedules that go by a metric take the step of the end of an epoch, if their metrics are known."""
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if all(config.monitor in logged_metrics(trainer) for config in plateaus):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+
+def forget_restart(trainer: Trainer) -> None:
+    """Ends what Lightning leaves out in the first epoch of a resumed run: at its end, `update_plateaus`."""
+    trainer.fit_loop._restarting = False
+
+
 def trains_elsewhere(trainer: Trainer) -> bool:
     """Returns whether processes train that end with ``fit``: those of ``ddp_spawn``, ``ddp_fork``, ``ddp_notebook``."""
     return isinstance(trainer.strategy.launcher, pytorch.strategies.launchers._MultiProcessingLauncher)
@@ -176,6 +203,12 @@ def trains_elsewhere(trainer: Trainer) -> bool:
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:
     """Metrics logged so far. ``trainer.callback_metrics`` may start a reduction over processes; this does not."""
     return trainer._logger_connector._callback_metrics
+
+
+def logged_in_batch(trainer: Trainer) -> dict[str, Any]:
+    """Metrics logged so far, also by hooks of this batch that are done. No reduction is due before the epoch ends."""
+    is_within_epoch = trainer._logger_connector._first_loop_iter is not None
+    return trainer.callback_metrics if is_within_epoch else logged_metrics(trainer)
 
 
 def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from lightning_lowbit._lightning import (
     is_logging_step,
     is_mid_step,
     is_validation_of_fit,
+    logged_in_batch,
     logged_metrics,
     rank_zero_info,
     rank_zero_warn,
@@ -104,7 +105,13 @@ class RunReport(LowBitCallback):
             if trainer.global_step:
                 continue_in(trainer, self._folder, self._id)
         self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
-        self._seen, self._late, self._rates, self._old, self._begun = {}, None, {}, {}, None
+        self._seen, self._late, self._rates, self._old, self._begun = (
+            scalars(logged_metrics(trainer)),
+            None,
+            {},
+            {},
+            None,
+        )
         is_automatic = pl_module.automatic_optimization
         steps = total_steps(trainer) if is_automatic else trainer.max_steps
         self._max_steps = int(steps) if 0 < steps < math.inf else None
@@ -157,7 +164,7 @@ class RunReport(LowBitCallback):
                 contents.call_reports(self._trainer, "report_alerts", [])
             (self.on_validation_end if self._trainer.validating else self.on_train_batch_end)(self._trainer)
             if self._late is not None:
-                self._take(logged_metrics(self._trainer), self._late, self._old)
+                self._take(logged_in_batch(self._trainer), self._late, self._old)
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
 

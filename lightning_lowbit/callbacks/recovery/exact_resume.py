@@ -5,21 +5,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_lowbit._lightning import (
     BaseFinetuning,
+    GradientAccumulationScheduler,
     LightningModule,
+    ModelPruning,
     StochasticWeightAveraging,
     Trainer,
+    begins_data_anew,
     call_before_fetches,
     forget_fetches,
+    forget_restart,
+    logged_metrics,
     rank_zero_warn,
+    update_plateaus,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.precision.run_settings import data_rank, global_seed
+from lightning_lowbit.report.history import scalars
 from lightning_lowbit.saved_state import check_state
 
 _FETCH = 1  # other random numbers before a batch is fetched than in its training step
@@ -29,6 +37,7 @@ _AFTER_THE_EPOCH = (
     "(CrashSafeCheckpoint with every_n_train_steps){or_else}."
 )
 _FROZEN = "lightning_lowbit_frozen"  # names of parameters, in the checkpoint
+_METRICS = "lightning_lowbit_metrics"  # logged values by name, in the checkpoint
 # Of Lightning; within an epoch nothing calls their on_train_epoch_start again.
 _BY_EPOCH = (BaseFinetuning, StochasticWeightAveraging)
 
@@ -40,11 +49,11 @@ class ExactResume(LowBitCallback):
     random numbers of a batch depend only on its place in the run; so do those of its fetch and its transfer, such as
     noise. Not covered are workers of a loader, and the first fetch after a resume from data without a length.
 
-    The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume. Use one with
-    ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the accumulated
-    gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after ``Trainer.fit``,
-    resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning. There is one, too,
-    for parameters that are frozen and were not in the checkpoint, or the other way round.
+    The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume, with a warning. Use
+    one with ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the
+    accumulated gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after
+    ``Trainer.fit``, resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning.
+    There is one, too, for parameters that are frozen and were not in the checkpoint, or the other way round.
 
     Args:
         seed: any integer; None takes the seed of ``seed_everything``, or 0.
@@ -59,24 +68,38 @@ class ExactResume(LowBitCallback):
 
     def _start_afresh(self) -> None:
         self._frozen: set[str] | None = None  # in the checkpoint that was loaded
+        self._places: int | None = None  # of loaders, in a checkpoint from within an epoch
+        self._metrics: dict[str, Tensor] | None = None  # in the checkpoint, until its epoch has ended
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the first process's seed: others may have been started after another ``seed_everything``."""
         self.seed = trainer.strategy.broadcast(self.seed)
+        self._put_back_metrics(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the names of frozen parameters, which Lightning's checkpoints do not tell."""
+        """Adds what Lightning's checkpoints lack: names of frozen parameters, and metrics for what monitors one."""
         checkpoint[_FROZEN] = [name for name, is_frozen in _frozen(pl_module).items() if is_frozen]
+        metrics = scalars(logged_metrics(trainer))
+        checkpoint[_METRICS] = {name: value.detach().cpu() for name, value in metrics.items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Warns if Lightning takes the place in the run for another one."""
+        """Takes what `on_save_checkpoint` added; warns if Lightning takes the place in the run for another one."""
         loop = checkpoint.get("loops", {}).get("fit_loop")
         if trainer.state.fn != "fit" or loop is None:
             return
         if _FROZEN in checkpoint:
             check_state(_FROZEN, checkpoint[_FROZEN], [str])
             self._frozen = {*checkpoint[_FROZEN]}
+        if _METRICS in checkpoint:
+            check_state(_METRICS, checkpoint[_METRICS], {str: Tensor})
+            self._metrics = dict(checkpoint[_METRICS])
+            self._put_back_metrics(trainer)
         epochs, is_whole = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]["is_last_batch"]
+        if epochs["processed"] and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            rank_zero_warn(
+                "ModelPruning saves pruned weights without their masks: they train on, and are pruned as if for the "
+                "first time, so the run differs from an uninterrupted one. Prune in a run that is not resumed."
+            )
         has_ended = epochs["processed"] == epochs["ready"] > 0
         if has_ended and not is_whole:
             rank_zero_warn(_AFTER_THE_EPOCH.format(which="leaves out the rest of that epoch", or_else=""))
@@ -84,6 +107,7 @@ class ExactResume(LowBitCallback):
             which = "counts batches on from that epoch if max_steps is set"
             rank_zero_warn(_AFTER_THE_EPOCH.format(which=which, or_else=", or set max_epochs alone"))
         elif not (has_ended or is_whole):
+            self._places = len(loop["state_dict"].get("combined_loader", ()))
             callbacks = [callback for callback in trainer.callbacks if isinstance(callback, _BY_EPOCH)]  # type: ignore[attr-defined]
             for name in sorted({type(callback).__name__ for callback in callbacks}):
                 rank_zero_warn(
@@ -99,16 +123,49 @@ class ExactResume(LowBitCallback):
 
         call_before_fetches(trainer, before_fetch)
         self._compare_frozen(pl_module)
+        self._put_back_metrics(trainer)
+        if self._metrics is not None and trainer.fit_loop.resumed_on_epoch_end:
+            update_plateaus(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets schedules of a plateau go on: Lightning leaves them out after a resume, for want of metrics."""
+        if self._metrics is not None:
+            forget_restart(trainer)
+            self._metrics = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         forget_fetches(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         forget_fetches(trainer)
+        self._metrics = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._places is not None:
+            self._go_on_within_epoch(trainer, self._places)
+            self._places = None
         # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
         _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
+
+    def _put_back_metrics(self, trainer: Trainer) -> None:
+        """Gives callbacks that monitor a metric that of a validation before the checkpoint.
+
+        Lightning forgets metrics between the load of most checkpoints and ``on_fit_start``, and after a sanity check.
+        """
+        metrics, device = self._metrics or {}, trainer.strategy.root_device
+        logged_metrics(trainer).update((name, value.to(device)) for name, value in metrics.items())
+
+    def _go_on_within_epoch(self, trainer: Trainer, places: int) -> None:
+        """Warns if its data begin anew; accumulates as since its start, which Lightning does not repeat."""
+        if begins_data_anew(trainer, places):
+            rank_zero_warn(
+                "The run goes on within an epoch, and its data begin that epoch again, so it differs from an "
+                "uninterrupted one. Give data whose loaders have state_dict and load_state_dict, in the run that saves "
+                "the checkpoint, too; or resume from a checkpoint of the end of an epoch."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler):
+                callback.on_train_epoch_start(trainer)
 
     def _compare_frozen(self, pl_module: LightningModule) -> None:
         """Warns if other parameters are frozen than in the checkpoint, before an epoch begins and may change them."""

@@ -257,7 +257,7 @@ class SpikeRollback(LowBitCallback):
         self._gentle.suspend()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._gentle.rates.release()
+        self._gentle.suspend()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._parameters, self._trusted, self._candidate = [], Snapshot(self.device), Snapshot(self.device)

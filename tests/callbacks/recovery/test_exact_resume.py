@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbit import CrashSafeCheckpoint, ExactResume
 from tests.launch import launch
@@ -156,23 +157,117 @@ def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tm
 
 
 @each(
-    "callback",
+    "callback, at, words",
     [
-        pytorch.callbacks.StochasticWeightAveraging(1e-2),
-        pytorch.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1),
+        (pytorch.callbacks.StochasticWeightAveraging(1e-2), 3, "acts at the start of epochs"),
+        (pytorch.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1), 3, "acts at the start of epochs"),
+        (pytorch.callbacks.ModelPruning("l1_unstructured"), 9, "without their masks"),
     ],
 )
-def test_a_callback_of_epochs_that_resumes_within_one_gets_a_warning(callback, tmp_path):
+def test_a_callback_that_does_not_go_on_gets_a_warning(callback, at, words, tmp_path):
     folder = tmp_path / type(callback).__name__
     save = CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     run(BoringModel(), save, enable_checkpointing=True, max_epochs=2)
-    for step, warns in ((3, True), (6, False)):
+    for step, warns in ((at, True), (6, False)):
         checkpoint = torch.load(folder / f"step={step}.ckpt")
         trainer = quiet_trainer(callbacks=[resume := ExactResume(), callback], max_epochs=2)
         trainer.state.fn = "fit"
         with warned() as messages:
             resume.on_load_checkpoint(trainer, BoringModel(), checkpoint)
-        assert any("acts at the start of epochs" in message for message in messages) == warns, (step, messages)
+        assert any(words in message for message in messages) == warns, (step, messages)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(8, 32))
+
+
+class TwoOptimizers(BoringModel):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+def loader_of(data):
+    return DataLoader(data, batch_size=1)
+
+
+@each(
+    "model, data, step, warns",
+    [
+        (BoringModel, lambda: loader_of(Endless()), 3, True),
+        (BoringModel, lambda: loader_of(Endless()), 8, False),
+        (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 8, True),  # after four batches
+        (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 16, False),
+        (BoringModel, Loader, 3, False),
+    ],
+)
+def test_data_that_begin_anew_within_an_epoch_get_a_warning(model, data, step, warns, tmp_path):
+    folder = tmp_path / f"{model.__name__}, {step}, {data is Loader}"
+    save = CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    settings = {"limit_train_batches": None, "max_epochs": 2}
+    quiet_trainer(callbacks=[ExactResume(), save], enable_checkpointing=True, **settings).fit(model(), data())
+    with warned() as messages:
+        quiet_trainer(callbacks=[ExactResume()], **settings).fit(
+            model(), data(), ckpt_path=folder / f"step={step}.ckpt"
+        )
+    assert any("its data begin that epoch again" in message for message in messages) == warns, messages
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_accumulation_by_epochs_goes_on_within_one(tmp_path):
+    def run_of(*callbacks, **kwargs):
+        schedule = pytorch.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+        settings = {"limit_train_batches": 8, "max_epochs": 2, "enable_checkpointing": bool(callbacks)}
+        return run(Augmented(), schedule, *callbacks, **settings, **kwargs).global_step
+
+    assert run_of(CrashSafeCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)) == 10
+    assert run_of(ckpt_path=tmp_path / "step=9.ckpt") == 10
+
+
+class Waits(BoringModel):
+    """Notes its learning rate, which falls where a metric of validation stays as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = {}
+
+    def training_step(self, batch, batch_idx):
+        self.rates[self.trainer.global_step] = self.optimizers().param_groups[0]["lr"]
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 1.0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
+@each("saves, step", [({"every_n_train_steps": 1}, 7), ({"every_n_train_steps": 1}, 12), ({}, 12)])
+def test_what_monitors_a_validation_goes_on_with_its_metric(saves, step, tmp_path):
+    """Within an epoch; at its end, behind the validation; and behind the end."""
+
+    def rates(*callbacks, ckpt_path=None):
+        stop = pytorch.callbacks.EarlyStopping("val", patience=9)
+        settings = {"max_epochs": 4, "limit_val_batches": 1, "enable_checkpointing": bool(callbacks)}
+        run(model := Waits(), stop, *callbacks, ckpt_path=ckpt_path, **settings)
+        return model.rates
+
+    folder = tmp_path / f"{step} of {len(saves)}"
+    whole = rates(CrashSafeCheckpoint(folder, filename="{step}", save_top_k=-1, **saves))
+    assert len({*whole.values()}) == 3, "no schedule"
+    resumed = rates(ckpt_path=folder / f"step={step}.ckpt")
+    assert resumed == {at: rate for at, rate in whole.items() if at >= step}
 
 
 class Thaws(BoringModel):

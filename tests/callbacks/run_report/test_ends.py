@@ -22,6 +22,7 @@ from tests.lightning_imports import (
 )
 from tests.precision.regression_model import On
 from tests.report.test_html import EVIL
+from tests.tables import each
 
 
 def test_an_exception_is_reported_and_stays():
@@ -185,10 +186,17 @@ class SaveLate(SaveEarly, Checkpoint):
     """Lightning puts a ``Checkpoint`` last."""
 
 
-def test_a_checkpoint_has_what_callbacks_behind_the_report_log():
-    run = trainer(ModelCheckpoint(".", "x", every_n_train_steps=3), max_steps=3, limit_val_batches=0)
+@each(
+    "save",
+    [
+        lambda: ModelCheckpoint(".", "x", every_n_train_steps=3),
+        lambda: On(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint("x.ckpt")),  # as GracefulInterrupt
+    ],
+)
+def test_a_checkpoint_has_what_callbacks_behind_the_report_log(save):
+    run = trainer(max_steps=3, limit_val_batches=0)
     late = On(on_train_batch_end=lambda trainer, model, *_: model.log("late", float(trainer.global_step)))
-    run.callbacks.insert(1, late)
+    run.callbacks += [late, save()]
     run.fit(Known())
     history = torch.load("x.ckpt", weights_only=True)["callbacks"]["RunReport"]["history"]
     assert history["points"]["late"].tolist() == [[k, k] for k in (1, 2, 3)]

@@ -85,7 +85,7 @@ def test_a_longer_run_goes_on_with_the_recovery():
     assert model.phases == ["bf16"] * 3 + ["fqt"]
 
 
-def test_learning_rates_are_its_own_after_a_step_that_broke_off():
+def test_phase_and_learning_rates_are_their_own_after_a_step_that_broke_off():
     class Breaks(Scripted):
         def on_after_backward(self):
             if self.trainer.global_step == 14:
@@ -93,7 +93,8 @@ def test_learning_rates_are_its_own_after_a_step_that_broke_off():
 
     model = Breaks(range(20), {BAD: "nan"})
     with pytest.warns(UserWarning, match="SpikeRollback"), pytest.raises(KeyError, match="broken"):
-        fit(model, rollback(lr_factor=0.5))
+        fit(model, rollback(lr_factor=0.5, phase="bf16"), plugin=(plugin := FP8Precision()))
+    assert (model.phases[-1], plugin.phase) == ("bf16", "fqt")
     assert model.made.param_groups[0]["lr"] == 1e-2
     assert not model.made._optimizer_step_pre_hooks
 
