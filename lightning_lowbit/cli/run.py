@@ -25,6 +25,7 @@ from lightning_lowbit._lightning import (
     SIGTERMException,
     Trainer,
     rank_zero_only,
+    take_versions,
 )
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
@@ -131,7 +132,11 @@ class LowBitCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         path = self.config[subcommand].get("ckpt_path")
-        with self._naming_options(), _removed_if_it_fails(self.trainer), _said_if_it_does_not_fit(path):
+        with (
+            self._naming_options(),
+            _removed_if_it_fails(self.trainer, subcommand == "fit"),
+            _said_if_it_does_not_fit(path),
+        ):
             super()._run_subcommand(subcommand)
 
     @contextmanager
@@ -160,13 +165,14 @@ class LowBitCLI(LightningCLI):
 
 
 @contextmanager
-def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
+def _removed_if_it_fails(trainer: Trainer, trains: bool) -> Generator[None, None, None]:
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
+    made = take_versions(loggers) if trains else []
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
-    new = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
+    new = made + [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except Exception:
+    except BaseException:  # also Ctrl-C
         if not any((folder / "config.yaml").exists() for folder in logged):  # written when training starts
             for folder in new:
                 for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):
