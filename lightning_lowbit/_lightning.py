@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
@@ -216,6 +217,22 @@ def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
     assert trainer._results is not None
     for name in names:
         trainer._results.pop(f"on_train_batch_end.{name}", None)
+
+
+def take_versions(loggers: Iterable[Any]) -> list[Path]:
+    """Makes the folders of loggers that count versions: runs that begin together would share a number. Returns all
+    folders that it made."""
+    counting = [logger for logger in loggers if getattr(logger, "_version", "") is None]
+    while True:
+        folders = dict.fromkeys(Path(logger.log_dir) for logger in counting if is_local(logger.log_dir))
+        made = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True)
+            return sorted(made, reverse=True)
+        except FileExistsError:  # another run was faster
+            for logger in counting:
+                logger._version = None
 
 
 def cluster_environment(trainer: Trainer) -> Any:

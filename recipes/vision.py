@@ -181,7 +181,9 @@ class ImageDataModule(LightningDataModule):
         seed: of the order of training images, and of the split of a folder; None takes that of ``seed_everything``.
 
     Raises:
-        ValueError: scikit-learn is not installed, the folder has no images of classes, or a number is out of range.
+        ValueError: a number is out of range; or (in ``prepare_data``, before any logger writes) scikit-learn is not
+            installed, the folder has no images of classes, an image cannot be read or has more than 8 bits per channel,
+            or the images do not fill a batch for training and one image for validation.
     """
 
     def __init__(
@@ -210,6 +212,7 @@ class ImageDataModule(LightningDataModule):
         if self._images is None:
             path = None if self.path is None else Path(self.path).expanduser()
             self._images = _digits() if path is None else _folder(path, self.size, self.channels, self.seed)
+            self._check_count()
 
     @property
     def shape(self) -> dict[str, int]:
@@ -217,6 +220,16 @@ class ImageDataModule(LightningDataModule):
         assert self._images is not None
         images, classes = self._images
         return {"channels": images.shape[1], "size": images.shape[2], "classes": int(classes.max()) + 1}
+
+    def _check_count(self) -> None:
+        training, validation = len(self._part(True)), len(self._part(False))
+        needed = shard_of(self)["num_replicas"] * self.batch_size
+        if training < needed or not validation:
+            raise ValueError(
+                f"ImageDataModule needs at least {needed} images for one training batch, and 1 for validation, but "
+                f"`path` {self.path} and `val_fraction` {self.val_fraction} leave {training} and {validation}; give "
+                "more images, lower `batch_size`, or change `val_fraction`."
+            )
 
     def _part(self, is_training: bool) -> Images:
         assert self._images is not None
@@ -254,11 +267,29 @@ def _folder(path: Path, size: int, channels: int, seed: int) -> tuple[Tensor, Te
         raise ValueError(f"There is no folder {path}. Give one with a folder of images for each class.")
     try:
         rows = datasets.load_dataset("imagefolder", data_dir=str(path), split="train").shuffle(seed)
-        images = [row["image"].convert("L" if channels == 1 else "RGB").resize((size, size)) for row in rows]
         classes = torch.tensor(rows["label"])
     except (KeyError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{path} has no folders of images, one for each class ({reason}).") from error
-    pixels = torch.tensor(np.stack([np.asarray(image, dtype=np.float32) for image in images]))
+    files = rows.cast_column("image", datasets.Image(decode=False))["image"]
+    images = [_pixels(file, size, "L" if channels == 1 else "RGB") for file in files]
+    pixels = torch.tensor(np.stack(images))
     pixels = pixels[:, None] if channels == 1 else pixels.permute(0, 3, 1, 2)
     return pixels / 127.5 - 1, classes
+
+
+def _pixels(file: dict[str, Any], size: int, mode: str) -> Any:
+    """Reads a file of ``datasets`` as float32 ``[size, size]``, with ``[..., 3]`` for RGB, from 0 to 255."""
+    import datasets
+    import numpy as np
+    from PIL.Image import DecompressionBombError
+
+    try:
+        image = datasets.Image().decode_example(file)
+    except (OSError, DecompressionBombError) as error:
+        raise ValueError(f"The image {file['path']} cannot be read ({error}); mend it, or take it away.") from error
+    if image.mode[0] in "IF":  # of which Pillow cuts off what 8 bits do not hold
+        raise ValueError(
+            f"The image {file['path']} has more than 8 bits per channel (mode {image.mode}); write the images with 8."
+        )
+    return np.asarray(image.convert(mode).resize((size, size)), dtype=np.float32)

@@ -5,8 +5,11 @@ Imports inside functions keep ``lowbit ls`` quick: it needs neither torch nor Li
 
 import os
 import select
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -74,8 +77,9 @@ _ROOMS = {
 
 def main(arguments: list[str]) -> int:
     try:
-        status = _dispatch(arguments)
-        sys.stdout.flush()
+        with _ended_by_sigterm():
+            status = _dispatch(arguments)
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:  # before or after training, where there is nothing to save
         print("lowbit: interrupted", file=sys.stderr)
@@ -89,6 +93,33 @@ def main(arguments: list[str]) -> int:
         where = " (LOWBIT_TRACEBACK=1 shows where.)" if "torch" in sys.modules else ""  # else it is the command line
         print(f"lowbit: error: {message}{hidden(message)}{where}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end the process with a line, unless others handle it: Lightning while it trains, and ``compare``.
+
+    No exception does it, since some imports swallow any.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # others may not install handlers
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    process = os.getpid()
+
+    def end(number: int, frame: object) -> None:
+        if signal.getsignal(number) is not end:  # Lightning's handler calls the one before it
+            return
+        if os.getpid() == process:  # else a process inherited this handler
+            os.write(2, b"lowbit: ended by SIGTERM\n")
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -171,6 +171,34 @@ def check_order(configs: Sequence[str | Mapping[str, Any]], contents: Sequence[M
             raise ValueError(f"The overlay {name} stands before the recipe {configs[first]}: give it after the recipe.")
 
 
+def check_effects(names: Sequence[str]) -> None:
+    """Raises a ``ValueError`` for an overlay of which later ones leave nothing, such as fields of casts before a
+    preset."""
+    merged: Any = {}
+    overlays: dict[str, Any] = {}
+    for name in names:
+        content = read_recipe(name)
+        merged = merge(merged, content)
+        for former, changes in overlays.items():
+            if not _is_left(changes, merged):
+                raise ValueError(
+                    f"The overlay {name} replaces all that the overlay {former} before it changes: leave one of them "
+                    f"out, or give {former} after {name}."
+                )
+        if kind(find_config(name)) == OVERLAY:
+            overlays[name] = content
+
+
+def _is_left(changes: Any, merged: Any, key: str = "") -> bool:
+    """Tells whether a configuration has any of the changes; a class with arguments is told by these."""
+    if key == "callbacks":
+        return any(item in as_list(merged) for item in as_list(changes) if item is not None)
+    if not isinstance(changes, Mapping):
+        return bool(changes == (merged.get("preset") if key == "casts" and isinstance(merged, Mapping) else merged))
+    names = changes.keys() - ({"class_path"} if "init_args" in changes else ())
+    return isinstance(merged, Mapping) and any(_is_left(changes[name], merged.get(name), name) for name in names)
+
+
 def check_recipe(names: Sequence[str], configs: Sequence[Mapping[str, Any]], rest: Sequence[str]) -> None:
     """Raises a ``ValueError`` if neither configurations (the contents of ``names``, or these merged) nor the other
     arguments, a command first, name a model."""
@@ -187,6 +215,7 @@ def check_recipe(names: Sequence[str], configs: Sequence[Mapping[str, Any]], res
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     names, rest = split_configs(arguments)
     config = merge_all(names) if names else {}
+    check_effects(names)
     check_recipe(names, [config], rest)
     rest = options_with_lists(rest, config)
     if not names:

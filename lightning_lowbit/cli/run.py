@@ -25,9 +25,11 @@ from lightning_lowbit._lightning import (
     SIGTERMException,
     Trainer,
     rank_zero_only,
+    take_versions,
 )
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
+from lightning_lowbit.checks import is_number, positive
 from lightning_lowbit.cli.checkpoints import OBJECTS, as_trained, resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest
@@ -41,6 +43,13 @@ _NOISE = (
     r"The '.*_dataloader' does not have many workers",
     r"The dirpath has changed from",
 )
+
+# Lightning divides by these and does not check them: 0 ends a run in its middle, and below 0 the loss would rise.
+_DIVISORS = {
+    "accumulate_grad_batches": "a number of batches",
+    "check_val_every_n_epoch": "a number of epochs",
+    "val_check_interval": "a number of batches, or a share of an epoch",
+}
 
 _LOADING = {"load_model_state_dict", "load_optimizer_state_dict"}  # methods of Lightning's strategies
 
@@ -112,7 +121,10 @@ class LowBitCLI(LightningCLI):
         config = self.config_init[str(self.subcommand)]
         if self.subcommand != "fit":
             kwargs = as_trained(config.trainer, config.ckpt_path, config.get("weights_only") is not False) | kwargs
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ImportError, TypeError) as error:  # of Lightning, which refuses some options so
+            raise ValueError(f"The Trainer cannot be made: {error}") from error
 
     def instantiate_classes(self) -> None:
         with self._naming_options():
@@ -120,7 +132,11 @@ class LowBitCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         path = self.config[subcommand].get("ckpt_path")
-        with self._naming_options(), _removed_if_it_fails(self.trainer), _said_if_it_does_not_fit(path):
+        with (
+            self._naming_options(),
+            _removed_if_it_fails(self.trainer, subcommand == "fit"),
+            _said_if_it_does_not_fit(path),
+        ):
             super()._run_subcommand(subcommand)
 
     @contextmanager
@@ -139,19 +155,24 @@ class LowBitCLI(LightningCLI):
             keys = {action.dest for sub in self._subcommand_parsers.values() for action in sub._actions}
             message = explain(error)
             raise ValueError(f"{message.rstrip('.')}. {suggest(message, keys)}".strip()) from error
+        trainer = self.config[str(self.config.subcommand)].trainer
+        for name, what in _DIVISORS.items():
+            if is_number(trainer[name]):  # an interval may be a time, too
+                positive(f"trainer.{name}", trainer[name], what)
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning would let hyperparameters in a checkpoint override the configuration."""
 
 
 @contextmanager
-def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
+def _removed_if_it_fails(trainer: Trainer, trains: bool) -> Generator[None, None, None]:
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
+    made = take_versions(loggers) if trains else []
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
-    new = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
+    new = made + [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except Exception:
+    except BaseException:  # also Ctrl-C
         if not any((folder / "config.yaml").exists() for folder in logged):  # written when training starts
             for folder in new:
                 for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):

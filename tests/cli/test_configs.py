@@ -17,6 +17,7 @@ from lightning_lowbit.cli.configs import (
     recipes,
     with_lists,
 )
+from lightning_lowbit.cli.lab.compare import study
 from lightning_lowbit.nn import OPERANDS
 from tests.tables import each
 
@@ -119,6 +120,24 @@ def test_an_overlay_stands_after_the_recipe(tmp_path):
         with pytest.raises(ValueError, match="The overlay bf16 stands before the recipe .*: give it after"):
             merge_all(["bf16", recipe])
     merge_all(["quickstart", "bf16", str(mine)])  # what changes the model of a recipe
+
+
+def test_an_overlay_that_later_ones_replace_is_refused():
+    def command(pair):
+        return ["fit", *(f"--config={name}" for name in ("quickstart", *pair.split("+")))]
+
+    for pair in ("averis+mxfp4", "averis+fp8", "nvfp4+bf16", "muon+adamw", "qaf+study"):
+        former, later = pair.split("+")
+        told = (
+            f"The overlay {later} replaces all that the overlay {former} before it changes: .* or give {former} after"
+        )
+        with pytest.raises(ValueError, match=told):
+            merge_configs(command(pair), Path("merged.yaml"))
+        with pytest.raises(ValueError, match=told):
+            study.product(["quickstart"], [[pair]], [], [0])
+    for pair in ("mxfp4+averis", "bf16+adamw", "study+qaf", "stable_ternary+adamw"):
+        merge_configs(command(pair), Path("merged.yaml"))
+        study.product(["quickstart", "bf16"], [[pair]], [], [0])
 
 
 def test_command_line():

@@ -68,7 +68,8 @@ def test_images_that_do_not_fit_the_network_are_refused():
     for name, count in (("channels", 3), ("classes", 11), ("classes", 9), ("size", 10)):
         message = f"images have {name} .*, and the network {count}. Set model.init_args.{name}"
         with pytest.raises(ValueError, match=message):
-            quiet_trainer(max_steps=1).fit(ImageClassifier("vit-small", **{name: count}), datamodule=ImageDataModule())
+            model, data = ImageClassifier("vit-small", **{name: count}), ImageDataModule(batch_size=20)
+            quiet_trainer(max_steps=1).fit(model, datamodule=data)
     quiet_trainer(max_steps=1).fit(ImageClassifier(size=16), datamodule=ImageDataModule(batch_size=20))  # takes any
 
 
@@ -108,6 +109,23 @@ def test_a_folder_of_images_is_read_with_a_class_for_each_folder():
     Path("empty").mkdir()
     with pytest.raises(ValueError, match="empty has no folders of images"):
         ImageDataModule("empty").prepare_data()
+
+
+def test_a_folder_whose_images_would_not_be_what_is_trained_on_is_refused():
+    for file, image, told in (
+        ("deep.png", Image.new("I;16", (4, 4), 999), "deep.png has more than 8 bits per channel"),
+        ("cut.png", Image.new("L", (4, 4)), "cut.png cannot be read"),
+        ("few.png", Image.new("L", (4, 4)), "8 images for one training batch, and 1 for validation.* leave 6 and 0"),
+    ):
+        for name in ("cat", "dog"):
+            Path(file, name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("L", (4, 4), number).save(f"{file}/cat/{number}.png")
+        image.save(f"{file}/dog/{file}")
+        if file == "cut.png":
+            Path(file, "dog", file).write_bytes(Path(file, "dog", file).read_bytes()[:40])
+        with pytest.raises(ValueError, match=told):
+            ImageDataModule(file, batch_size=8, val_fraction=0.05).prepare_data()
 
 
 @pytest.mark.slow

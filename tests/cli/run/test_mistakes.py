@@ -1,6 +1,9 @@
 """Mistakes on the command line end with one line that says what to do."""
 
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,10 @@ PLUGIN = "--trainer.plugins.init_args"
     (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
     (["--trainer.callbacks+=[{class_path: RunReprt}, {class_path: string.Formatter}]"], "RunReprt. (LOWBIT"),
     (["--model.init_args.network=lama-60m"], "such as gpt2. The option is --model.init_args.network. (LOWBIT"),
+    (["--trainer.accelerator=tpu"], "The Trainer cannot be made: Requirement 'torch_xla"),
+    (["--trainer.devices=-2"], "The Trainer cannot be made: `devices` selected with `CPUAccelerator` should be an int"),
+    (["--trainer.accumulate_grad_batches=-1"], "trainer.accumulate_grad_batches is a number of batches, above 0; got"),
+    (["--trainer.val_check_interval=0"], "is a number of batches, or a share of an epoch, above 0; got 0. (LOWBIT"),
     (["--config="], "--config needs the name of a recipe or a file"),
     (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
     (["--config=list.yaml"], "list.yaml must hold a mapping"),
@@ -72,6 +79,19 @@ def test_interrupt_before_training(monkeypatch, capsys):
     monkeypatch.setattr(LowBitCLI, "instantiate_classes", interrupted)
     assert lowbit() == 130
     assert capsys.readouterr().err.endswith("lowbit: interrupted\n")
+
+
+SIGTERM = """
+import signal
+from lightning_lowbit.cli import command
+command.recipes = lambda: signal.raise_signal(signal.SIGTERM)
+command.main(["ls"])
+"""
+
+
+def test_sigterm_before_training_ends_with_a_line():
+    ended = subprocess.run([sys.executable, "-c", SIGTERM], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, "lowbit: ended by SIGTERM\n")
 
 
 def test_traceback_on_request(monkeypatch):

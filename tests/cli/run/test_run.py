@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from lightning_lowbit import cli
+from lightning_lowbit._lightning import Callback
 from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
 from tests.tables import each
 
@@ -205,3 +206,16 @@ def test_the_loss_is_that_of_the_training(overlay, capsys):
     if overlay == "ternary":
         own = validated(capsys, option="--trainer.plugins.init_args.casts_of_checkpoint=false")
         assert abs(own - trained) > 1e-4, "the casts of the recipe, on purpose"
+
+
+class Begun(Callback):
+    """Begins another run in the folder of the first one, before that trains."""
+
+    def setup(self, trainer, pl_module, stage):
+        assert lowbit("--seed_everything=7") == 0
+
+
+def test_runs_that_begin_together_have_a_folder_each():
+    assert lowbit(f"--trainer.callbacks+={__name__}.Begun") == 0
+    configs = [Path(f"runs/tiny/version_{version}/config.yaml") for version in (0, 1)]
+    assert [yaml.safe_load(config.read_text())["seed_everything"] for config in configs] == [0, 7]

@@ -33,7 +33,7 @@ def test_sequences_share_one_token_and_no_target():
 
 
 def test_reads_any_file_as_utf8(tmp_path, capfd):
-    contents = {"a [1].txt": "é\r\n".encode(), "b*.md": b"bad \xff", "[!c].PY": b"", "d#{1}::é.txt": b"d"}
+    contents = {"a [1].txt": "\ufeffé\r\n".encode(), "b*.md": b"bad \xff", "[!c].PY": b"", "d#{1}::é.txt": b"d"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     for number in range(20):  # beyond the number of files at which a progress bar would appear

@@ -14,7 +14,15 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.configs import as_list, combined_name, find_config, merge, merge_all, read_config
+from lightning_lowbit.cli.configs import (
+    as_list,
+    check_effects,
+    combined_name,
+    find_config,
+    merge,
+    merge_all,
+    read_config,
+)
 from lightning_lowbit.cli.lab.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.mistakes import explain
 
@@ -45,6 +53,7 @@ def product(base: Sequence[str], vary: Sequence[list[str]], rates: Sequence[str]
     rows = []
     for choice in itertools.product(*vary):
         overlays = [name for item in choice for name in item.split("+") if name != "none"]
+        check_effects(overlays)
         name, config = combined_name(overlays) or "base", merge_all([*base, *overlays])
         named = [(f"{name},lr={rate}", _with_rate(config, rate)) for rate in rates] or [(name, config)]
         rows += [Row(*pair, seeds) for pair in named]
