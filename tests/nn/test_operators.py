@@ -13,6 +13,7 @@ import lightning_lowbit.nn  # registers them
 import lightning_lowbit.optim.moments  # noqa: F401
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import pack_operand
+from lightning_lowbit.kernels.windows import Pixels, Window
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.transforms import rotated_shape
 from tests.nn.native.stand_in import NO_ROWS, StandIn
@@ -89,6 +90,14 @@ def packed_codes(x, spec, dim):
         data, factor = pack_operand(F.pad(x, (0, 8)), Cast.from_spec(spec), dim, KEY)
         shape[1] += 8
     return data, spec, dim, None, None, None, None, factor, shape
+
+
+PIXELS = Pixels(Window((3,), (1,), (1,), (0,), (0,)), torch.Size([1, 16, 40]))
+
+
+def patches(x):
+    """The operand of patches of one image, whose pixels are the rows, as the operator takes it."""
+    return x, BLOCKS, 1, KEY, None, None, None, None, [*PIXELS.patches_shape]
 
 
 def layouts(x, casts, keys, amaxes, shards, block):
@@ -174,7 +183,7 @@ ARGUMENTS = {
     ],
     "multiply_codes": lambda x: (
         [
-            (*left, *right, bias, torch.float32, None)
+            (*left, *right, bias, torch.float32, None, None)
             for left, right, bias in (
                 (codes(x, BLOCKS, 1), codes(x, BLOCKS, 1), None),
                 (codes(x, BLOCKS, 0), codes(x, INT4, 0, shard=shard()), torch.ones(24)),
@@ -187,9 +196,10 @@ ARGUMENTS = {
             )
         ]
         + [
-            (*grouped(x, dim), *right, None, torch.float32, [3, 3, len(x)])
+            (*grouped(x, dim), *right, None, torch.float32, [3, 3, len(x)], None)
             for dim, right in ((0, grouped(x, 0)), (1, stacked(x, 1)), (1, stacked(x, 0)))
         ]
+        + [(*patches(x[:, :16]), *codes(x[:, :16].repeat(1, 3), BLOCKS, 1), None, torch.float32, None, PIXELS.numbers)]
     ),
     "_keys_in_graph": lambda x: [(torch.arange(6), 0)],
     "_decode_moment": lambda x: [
