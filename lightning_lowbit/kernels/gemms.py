@@ -139,8 +139,15 @@ def packed_operand(packed: Packed, cast: Cast, dim: int, shape: torch.Size) -> C
     return CodeOperand(packed.data, CastCall(cast, dim), packed.factor, shape)
 
 
-def multiply(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the product ``[left.rows, right.rows]`` in ``dtype``. ``bias`` has one number for each column.
+def multiply(
+    left: CodeOperand,
+    right: CodeOperand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    through: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the product ``[left.rows, right.rows]`` in ``dtype``, rounded to ``through`` where that is another one.
+    ``bias`` has one number for each column.
 
     Of a stack it returns the rows of all products, if ``left`` is contracted along its columns, with a bias
     ``[products, columns]``; else ``[products, left.rows, right.rows]``, without a bias.
@@ -151,11 +158,13 @@ def multiply(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: 
     if is_compiling() or has_dispatch_mode():
         ends = None if left.ends is None else [*left.ends]
         pixels = None if left.pixels is None else left.pixels.numbers
-        return _multiply(*_spelled(left), *_spelled(right), bias, dtype, ends, pixels)
-    return _run(left, right, bias, dtype)
+        return _multiply(*_spelled(left), *_spelled(right), bias, dtype, ends, pixels, through)
+    return _run(left, right, bias, dtype, through)
 
 
-def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _run(
+    left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype, through: torch.dtype | None
+) -> Tensor:
     if left.inner != right.inner:
         raise Misfit(
             f"A GEMM of codes contracts axes of one length, and got {tuple(left.shape)} along dimension "
@@ -166,12 +175,12 @@ def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torc
         _check_stack(left, right, left.ends or (), bias)
     if 0 in (left.rows, right.rows, left.inner):
         if left.ends is not None:
-            return _products_one_by_one(left, right, bias, dtype)
+            return _products_one_by_one(left, right, bias, dtype, through)
         product = left.x.new_zeros((left.rows, right.rows), dtype=torch.float32)
-        return (product if bias is None else product + bias).to(dtype)
+        return (product if bias is None else product + bias).to(through or dtype).to(dtype)
     if left.pixels is not None and not cpp.takes_pixels(left, right):
         left = left.gathered()
-    return run(MULTIPLY, left.x, left, right, bias, dtype)
+    return run(MULTIPLY, left.x, left, right, bias, dtype, through)
 
 
 def _check_stack(left: CodeOperand, right: CodeOperand, ends: tuple[int, ...], bias: Tensor | None) -> None:
@@ -194,9 +203,11 @@ def _check_stack(left: CodeOperand, right: CodeOperand, ends: tuple[int, ...], b
         )
 
 
-def _products_one_by_one(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _products_one_by_one(
+    left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype, through: torch.dtype | None
+) -> Tensor:
     pairs = zip(left.products(), right.products(), strict=True)
-    results = [_run(a, b, None if bias is None else bias[i], dtype) for i, (a, b) in enumerate(pairs)]
+    results = [_run(a, b, None if bias is None else bias[i], dtype, through) for i, (a, b) in enumerate(pairs)]
     return torch.cat(results) if left.call.dim == 1 else torch.stack(results)
 
 
@@ -236,13 +247,14 @@ def _multiply(
     dtype: torch.dtype,
     ends: list[int] | None,
     pixels: list[int] | None,
+    through: torch.dtype | None,
 ) -> Tensor:
     """Does :func:`multiply` where graphs and counters must see one operator."""
     left = _read(x, x_cast, x_dim, x_key, x_amax, x_shard, x_rotation, x_factor, x_shape, ends)
     right = _read(w, w_cast, w_dim, w_key, w_amax, w_shard, w_rotation, w_factor, w_shape, ends)
     if pixels is not None:
         left = left._replace(pixels=Pixels.from_numbers(pixels))
-    return _run(left, right, bias, dtype)
+    return _run(left, right, bias, dtype, through)
 
 
 @_multiply.register_fake
@@ -258,10 +270,17 @@ def _flops(*arguments: Any, **_: Any) -> int:
     return 2 * shape[0] * shape[1] * w_shape[-1 - w_dim]
 
 
-def plain_multiply(x: Tensor, left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def plain_multiply(
+    x: Tensor,
+    left: CodeOperand,
+    right: CodeOperand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    through: torch.dtype | None = None,
+) -> Tensor:
     """Does :func:`multiply` by plain code, one product and one block after the other."""
     if left.ends is not None:
-        return _products_one_by_one(left._replace(x=x), right, bias, dtype)
+        return _products_one_by_one(left._replace(x=x), right, bias, dtype, through)
     (a, scales_a, factor_a), (b, scales_b, factor_b) = _codes(left._replace(x=x)), _codes(right)
     step = gcd(_form(left).block, _form(right).block) or left.inner
     total = torch.zeros(left.rows, right.rows)
@@ -272,7 +291,7 @@ def plain_multiply(x: Tensor, left: CodeOperand, right: CodeOperand, bias: Tenso
         total = _fused(scaled, scales_a[:, first][:, None], total)
     total = total * (_form(left).step * _form(right).step)
     factors = [factor for factor in (factor_a, None if factor_b is None else factor_b.t()) if factor is not None]
-    return plain_scale_and_round(total, factors, bias, dtype)
+    return plain_scale_and_round(total, factors, bias, through or dtype).to(dtype)
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

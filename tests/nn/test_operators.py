@@ -97,7 +97,7 @@ PIXELS = Pixels(Window((3,), (1,), (1,), (0,), (0,)), torch.Size([1, 16, 40]))
 
 def patches(x):
     """The operand of patches of one image, whose pixels are the rows, as the operator takes it."""
-    return x, BLOCKS, 1, KEY, None, None, None, None, [*PIXELS.patches_shape]
+    return x[:, :16], BLOCKS, 1, KEY, None, None, None, None, [*PIXELS.patches_shape]
 
 
 def layouts(x, casts, keys, amaxes, shards, block):
@@ -183,7 +183,7 @@ ARGUMENTS = {
     ],
     "multiply_codes": lambda x: (
         [
-            (*left, *right, bias, torch.float32, None, None)
+            (*left, *right, bias, torch.float32, None, None, None)
             for left, right, bias in (
                 (codes(x, BLOCKS, 1), codes(x, BLOCKS, 1), None),
                 (codes(x, BLOCKS, 0), codes(x, INT4, 0, shard=shard()), torch.ones(24)),
@@ -196,10 +196,20 @@ ARGUMENTS = {
             )
         ]
         + [
-            (*grouped(x, dim), *right, None, torch.float32, [3, 3, len(x)], None)
+            (*grouped(x, dim), *right, None, torch.float32, [3, 3, len(x)], None, None)
             for dim, right in ((0, grouped(x, 0)), (1, stacked(x, 1)), (1, stacked(x, 0)))
         ]
-        + [(*patches(x[:, :16]), *codes(x[:, :16].repeat(1, 3), BLOCKS, 1), None, torch.float32, None, PIXELS.numbers)]
+        + [
+            (
+                *patches(x[:, :16]),
+                *codes(x[:, :16].repeat(1, 3), BLOCKS, 1),
+                None,
+                torch.float32,
+                None,
+                PIXELS.numbers,
+                torch.bfloat16,
+            )
+        ]
     ),
     "_keys_in_graph": lambda x: [(torch.arange(6), 0)],
     "_decode_moment": lambda x: [

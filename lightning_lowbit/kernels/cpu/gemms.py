@@ -19,6 +19,12 @@ from lightning_lowbit.quant.transforms import rotate
 
 INSTRUCTIONS = ("plain loops", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON dot products", "AVX-512")
 
+# Numbers of results in source/gemm.cpp, by their dtype and the one to which they are rounded.
+_RESULTS = {
+    (torch.float32, torch.float32): 0,
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.float32, torch.bfloat16): 2,
+}
 _MOST = 127, 15  # the largest elements on the left and on the right, in steps
 _LONGEST = (2**31 - 1) // (_MOST[0] * _MOST[1])  # of sums in int32
 
@@ -127,10 +133,12 @@ def takes_pixels(left: Any, right: Any) -> bool:
     return is_dense(x) and x.is_cpu and numbers is not None and casts.takes(x, numbers, call)
 
 
-def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def multiply(
+    x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype, through: torch.dtype | None = None
+) -> Tensor | None:
     """Returns the product of operands, ``x`` that of ``left``; None for arguments that the kernels do not take."""
-    kernels = library()
-    if kernels is None or dtype not in casts.INPUTS or not _fits(left, right):
+    kernels, number = library(), _RESULTS.get((dtype, through or dtype))
+    if kernels is None or number is None or not _fits(left, right):
         return None
     keep: list[Any] = []  # tensors and structures that the kernel reads
     first, second = _operand(left._replace(x=x), keep), _operand(right, keep)
@@ -144,7 +152,7 @@ def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch
         keep += stack, places
         shape = shape if left.call.dim == 1 else [products, *shape]
     values = x.new_empty(shape, dtype=dtype)
-    result = _Result(start(values), None, casts.INPUTS[dtype], 0)
+    result = _Result(start(values), None, number, 0)
     if bias is not None:
         if bias.dtype not in casts.INPUTS or bias.numel() != products * right.rows:
             return None

@@ -152,7 +152,7 @@ class QuantizedGemms(torch.autograd.Function):
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
                 source_x = how.x.backward(x, pass_)
                 qg, qx, offset = how.wgrad.operands(source_g_again, source_x, pass_)
-                dw = matmul(qg.t(), qx, offset, how.dtype)
+                dw = matmul(qg.t(), qx, offset, how.dtype, stored=None if how.w.has_surrogate else w_dtype)
                 if pass_.gradient_sums is not None:
                     pass_.add_gradients_(dw, g.to(how.dtype), how.x.matrix(x[3]))
                 dw = how.w.gradient(dw, w, pass_).to(w_dtype)

@@ -62,6 +62,7 @@ def matmul(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
+    stored: torch.dtype | None = None,
 ) -> Tensor:
     """Computes ``a · b + bias``, ``[m, n]``, rounded once to ``dtype``: native for FP8, int8 and codes with block
     scales, else in ``dtype``, or in float32 on CPUs without instructions for it.
@@ -71,9 +72,10 @@ def matmul(
         b: ``[k, n]``, its factor 0-d or ``[1, n]``; or codes and scales ``[n, k]`` where those of ``a`` are.
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
         fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
+        stored: a wider dtype in which the caller needs the numbers of ``dtype``, and may get them: a copy less.
     """
     if isinstance(a, CodeOperand) and isinstance(b, CodeOperand):
-        return _code_matmul(a, b, bias, dtype)
+        return _code_matmul(a, b, bias, dtype, stored)
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
         operands = (a.values, a.scales, a.factor, b.values, b.scales, b.factor)
         return _block_matmul(*operands, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
@@ -96,11 +98,14 @@ def matmul(
     return _emulated_matmul(left, a.factor, right, b.factor, bias, dtype)
 
 
-def _code_matmul(a: CodeOperand, b: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _code_matmul(
+    a: CodeOperand, b: CodeOperand, bias: Tensor | None, dtype: torch.dtype, stored: torch.dtype | None
+) -> Tensor:
     """Multiplies codes on a CPU. A bias for each row comes after a product in float32."""
-    is_row = bias is None or a.ends is not None or bias.numel() == b.rows
-    product = multiply(a, b, bias if is_row else None, dtype if is_row else torch.float32)
-    return product if is_row else finish(product, [], bias, dtype)
+    if bias is None or a.ends is not None or bias.numel() == b.rows:
+        is_wide = stored == torch.float32 and dtype == torch.bfloat16
+        return multiply(a, b, bias, torch.float32 if is_wide else dtype, dtype)
+    return finish(multiply(a, b, None, torch.float32), [], bias, dtype)
 
 
 def _empty(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

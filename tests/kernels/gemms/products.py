@@ -70,6 +70,7 @@ class Product:
     right: CodeOperand
     bias: Tensor | None
     dtype: torch.dtype
+    through: torch.dtype | None = None
 
     def __str__(self):
         sides = [f"{tuple(x.x.shape)} {x.x.dtype} along {x.call.dim}" for x in (self.left, self.right)]
@@ -77,13 +78,13 @@ class Product:
         return f"{self.name}: {' by '.join(sides)}{ends}, bias {self.bias is not None}, to {self.dtype}"
 
     def by_cpp(self):
-        result = cpp.multiply(self.left.x, self.left, self.right, self.bias, self.dtype)
+        result = cpp.multiply(self.left.x, self.left, self.right, self.bias, self.dtype, self.through)
         assert result is not None, f"{self} is not covered"
         return result
 
     def by_plain_code(self):
         with backend("eager"):
-            return plain_multiply(self.left.x, self.left, self.right, self.bias, self.dtype)
+            return plain_multiply(self.left.x, self.left, self.right, self.bias, self.dtype, self.through)
 
 
 def product(name, shape, seed=0, values="normal"):
@@ -106,7 +107,8 @@ def product(name, shape, seed=0, values="normal"):
             operand = packed_operand(packed, cast, dim, operand.shape)
         operands.append(operand)
     bias = choose([None, torch.randn(columns), torch.randn(columns).bfloat16()])
-    return Product(name, *operands, bias, choose([torch.float32, torch.bfloat16]))
+    dtype = choose([torch.float32, torch.bfloat16])
+    return Product(name, *operands, bias, dtype, choose([None, torch.bfloat16]))
 
 
 def of_patches(seed):

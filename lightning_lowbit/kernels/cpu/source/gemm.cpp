@@ -41,7 +41,7 @@ struct GemmOperand {
 
 // The result and what is added to it.
 struct GemmResult {
-    void *values;  // [rows of left, rows of right], 0 float, 1 bfloat16
+    void *values;  // [rows of left, rows of right], 0 float, 1 bfloat16, 2 float whose numbers are bfloat16's
     const void *bias;
     int32_t dtype, bias_dtype;
 };
@@ -100,10 +100,10 @@ struct Finish {
             if (has_factors) value = value * factors[i];
             if (has_bias) value = value + bias[i];
             int64_t place = row * columns + first + i * kLanes;
-            if (dtype == 0)
-                store((float *)values + place, value, count(i));
-            else
+            if (dtype == 1)
                 store((BF16 *)values + place, value, count(i));
+            else
+                store((float *)values + place, dtype == 2 ? widen(narrow(value)) : value, count(i));
         }
     }
 };
