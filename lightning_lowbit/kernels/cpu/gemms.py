@@ -26,6 +26,7 @@ _RESULTS = {
     (torch.float32, torch.bfloat16): 2,
 }
 _MOST = 127, 15  # the largest elements on the left and on the right, in steps
+_MOST_PIXELS = 2**31 - 2  # whose numbers are int32, with that of a row of zeros behind them
 _LONGEST = (2**31 - 1) // (_MOST[0] * _MOST[1])  # of sums in int32
 
 
@@ -123,13 +124,16 @@ def instructions() -> str | None:
 
 
 def takes_pixels(left: Any, right: Any) -> bool:
-    """Returns whether the kernels find the patches of the left operand in its pixels: channels are then whole blocks of
-    both operands."""
+    """Returns whether the kernels find the patches of the left operand in its pixels: channels are whole blocks of both
+    operands then, and no code depends on its place."""
     x, call = left.x, left.call
     forms = form_of(call.cast.spec, call.dim), form_of(right.call.cast.spec, right.call.dim)
-    if library() is None or not forms[0].block or left.pixels.shape[1] % max(form.block for form in forms):
+    depends = call.cast.draws or forms[0].factors or call.rotation is not None or call.shard is not None
+    if library() is None or depends or call.dim != 1 or len(x) > _MOST_PIXELS:
         return False
-    numbers = casts.cpp_cast(call.cast.spec, call.dim, x.dtype, torch.float32)
+    if not forms[0].block or left.pixels.shape[1] % max(form.block for form in forms):
+        return False
+    numbers = casts.cpp_cast(call.cast.spec, 1, x.dtype, torch.float32)
     return is_dense(x) and x.is_cpu and numbers is not None and casts.takes(x, numbers, call)
 
 
@@ -139,6 +143,8 @@ def multiply(
     """Returns the product of operands, ``x`` that of ``left``; None for arguments that the kernels do not take."""
     kernels, number = library(), _RESULTS.get((dtype, through or dtype))
     if kernels is None or number is None or not _fits(left, right):
+        return None
+    if right.pixels is not None or (left.pixels is not None and not takes_pixels(left, right)):
         return None
     keep: list[Any] = []  # tensors and structures that the kernel reads
     first, second = _operand(left._replace(x=x), keep), _operand(right, keep)

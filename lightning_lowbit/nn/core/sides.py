@@ -97,7 +97,8 @@ class Codes(Matrix):
 
 
 class Patches(Matrix):
-    """``x`` as patches of images ``[N, C, *sizes]``: each pass gathers them anew, and saves the smaller images."""
+    """``x`` as patches of images ``[N, C, *sizes]``: each pass gathers them anew, or lets a GEMM find their pixels, and
+    saves the smaller images."""
 
     def __init__(self, first: OperandHow, second: OperandHow, window: Window, takes_tensor: bool) -> None:
         super().__init__(first, second)

@@ -62,6 +62,10 @@ def test_pixels_that_the_kernels_do_not_find_are_gathered():
         a, b = code_operand(x, CastCall(cast, 1), pixels), code_operand(torch.randn(7, 432), CastCall(NVFP4, 1))
         assert not cpp.takes_pixels(a, b)
         assert torch.equal(multiply(a, b, None, torch.float32), multiply(a.gathered(), b, None, torch.float32))
+        assert cpp.multiply(x, a, b, None, torch.float32) is None
+    for changes in ({"rotation": torch.ones(16)}, {"dim": 0}, {"cast": NVFP4.replace(rounding="stochastic")}):
+        x = torch.randn(pixels.matrix_shape)
+        assert not cpp.takes_pixels(code_operand(x, CastCall(NVFP4, 1)._replace(**changes), pixels), b), changes
 
 
 @pytest.mark.slow

@@ -82,10 +82,10 @@ inline F32 in_register(F32 value) {
 }
 
 // Adds the products of some groups to the sums of a tile, which begin at 0 unless it continues. `step` groups share scales:
-// one, of both operands, where kSingle.
+// one, of both operands, where kSingle. Not inlined, and with loops unrolled early: else GCC keeps sums in memory.
 template <int kPanels, bool kSingle, class Rows>
-__attribute__((noinline)) void add_groups(const Rows &left, const Reader *right, int64_t groups, int64_t step, bool continues,
-                F32 (&result)[kTileRows][kPanels * kVectors]) {
+__attribute__((noinline)) void add_groups(const Rows &left, const Reader *right, int64_t groups, int64_t step,
+                                          bool continues, F32 (&result)[kTileRows][kPanels * kVectors]) {
     constexpr int kColumns = kPanels * kVectors;
     F32 sums[kTileRows][kColumns] = {};  // in registers
     I32 whole[kTileRows][kColumns] = {};
