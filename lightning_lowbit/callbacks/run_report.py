@@ -105,13 +105,8 @@ class RunReport(LowBitCallback):
             if trainer.global_step:
                 continue_in(trainer, self._folder, self._id)
         self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
-        self._seen, self._late, self._rates, self._old, self._begun = (
-            scalars(logged_metrics(trainer)),
-            None,
-            {},
-            {},
-            None,
-        )
+        self._seen, self._late, self._begun = scalars(logged_metrics(trainer)), None, None
+        self._rates, self._old = {}, {}
         is_automatic = pl_module.automatic_optimization
         steps = total_steps(trainer) if is_automatic else trainer.max_steps
         self._max_steps = int(steps) if 0 < steps < math.inf else None
