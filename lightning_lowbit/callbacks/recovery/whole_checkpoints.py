@@ -9,9 +9,12 @@ import os
 import pickletools
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any, TypeVar
 
 from lightning_lowbit._lightning import rank_zero_only
@@ -22,6 +25,7 @@ _T = TypeVar("_T")
 FOREIGN = "is not a file that torch.save wrote"
 _REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file; torch's index of tensors in shards
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # first bytes of torch.save's files, since and before 1.6
+_HEADER, _LENGTHS = 30, (26, 28)  # bytes before an entry of a zip file, and where the lengths of name and padding are
 _THREADS, _CHUNK = 4, 2**20  # threads help: checksums release the GIL
 _HEAD = 2**16  # bytes that contain the step: Lightning writes it before large entries
 
@@ -85,8 +89,8 @@ def step_of(path: Path) -> float:
             head = file.read(_HEAD)
     except OSError:
         head = b""
-    if head[:4] == _ZIP:  # a header of 30 bytes, a name, padding, and the pickle
-        head = head[30 + sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28)) :]
+    if head[:4] == _ZIP:  # a header, a name, padding, and the pickle
+        head = head[_HEADER + sum(int.from_bytes(head[at : at + 2], "little") for at in _LENGTHS) :]
     step = _integer(head, "global_step")
     if step is None:
         in_name = re.search(r"step=(\d+)", name_of(path))
@@ -173,17 +177,29 @@ def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
     if not any(entry.CRC for entry in entries):  # torch.serialization.set_crc32_options(False)
         return None
 
-    def wrong(entry: zipfile.ZipInfo) -> bool:
-        try:
-            with archive.open(entry) as content:
-                while content.read(_CHUNK):  # compares the checksum at the end
-                    pass
-        except Exception:
-            return True
-        return False
-
-    entry = _first(wrong, entries, threads)
+    entry = _first(partial(_is_wrong, file, Lock()), entries, threads)
     return None if entry is None else f"does not match its checksum in {entry.filename}"
+
+
+def _is_wrong(file: IO[bytes], lock: Lock, entry: zipfile.ZipInfo) -> bool:
+    """Returns whether an entry, which torch does not compress, lacks its checksum. ``ZipFile.open`` would not do: from
+    Python 3.12 on it moves a file relative to where another thread has left it."""
+
+    def read(at: int, size: int) -> bytes:
+        with lock:
+            file.seek(at)
+            return file.read(size)
+
+    try:
+        header, checksum = read(entry.header_offset, _HEADER), 0
+        start = entry.header_offset + _HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in _LENGTHS)
+        for done in range(0, entry.file_size, _CHUNK):
+            if not (content := read(start + done, min(_CHUNK, entry.file_size - done))):
+                return True
+            checksum = zlib.crc32(content, checksum)
+    except Exception:
+        return True
+    return header[:4] != _ZIP or checksum != entry.CRC
 
 
 def _first(is_wrong: Callable[[_T], bool], items: list[_T], threads: int) -> _T | None:
