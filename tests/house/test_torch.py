@@ -88,7 +88,7 @@ def test_saved_tensors_are_seen_and_writes_hidden():
     assert _torch.version_of(tensor) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
 def test_transformations_are_recognized():
     seen = []
 
