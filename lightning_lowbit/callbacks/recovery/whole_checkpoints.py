@@ -177,13 +177,14 @@ def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
     if not any(entry.CRC for entry in entries):  # torch.serialization.set_crc32_options(False)
         return None
 
-    entry = _first(partial(_is_wrong, file, Lock()), entries, threads)
+    entry = _first(partial(_is_wrong, archive, file, Lock()), entries, threads)
     return None if entry is None else f"does not match its checksum in {entry.filename}"
 
 
-def _is_wrong(file: IO[bytes], lock: Lock, entry: zipfile.ZipInfo) -> bool:
-    """Returns whether an entry, which torch does not compress, lacks its checksum. ``ZipFile.open`` would not do: from
-    Python 3.12 on it moves a file relative to where another thread has left it."""
+def _is_wrong(archive: zipfile.ZipFile, file: IO[bytes], lock: Lock, entry: zipfile.ZipInfo) -> bool:
+    """Returns whether an entry of an archive in a file lacks its checksum. Entries of torch, which are not compressed,
+    are read by several threads. ``ZipFile.open`` serves one alone: from Python 3.12 on it moves the file relative to
+    where another thread has left it."""
 
     def read(at: int, size: int) -> bytes:
         with lock:
@@ -191,12 +192,17 @@ def _is_wrong(file: IO[bytes], lock: Lock, entry: zipfile.ZipInfo) -> bool:
             return file.read(size)
 
     try:
+        if entry.compress_type != zipfile.ZIP_STORED:  # by other programs; torch reads it
+            with lock, archive.open(entry) as content:
+                while content.read(_CHUNK):  # compares the checksum at the end
+                    pass
+            return False
         header, checksum = read(entry.header_offset, _HEADER), 0
         start = entry.header_offset + _HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in _LENGTHS)
         for done in range(0, entry.file_size, _CHUNK):
-            if not (content := read(start + done, min(_CHUNK, entry.file_size - done))):
+            if not (part := read(start + done, min(_CHUNK, entry.file_size - done))):
                 return True
-            checksum = zlib.crc32(content, checksum)
+            checksum = zlib.crc32(part, checksum)
     except Exception:
         return True
     return header[:4] != _ZIP or checksum != entry.CRC

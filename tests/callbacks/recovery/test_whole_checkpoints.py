@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,23 @@ def test_a_whole_file_is_whole_each_time(tmp_path):
     """From Python 3.12 on threads that read entries of one ZipFile disturb each other."""
     path = save_file(tmp_path / "whole.ckpt")
     assert [damage(path) for _ in range(100)] == [None] * 100
+
+
+def test_a_file_that_others_compressed_is_whole_until_it_is_damaged(tmp_path):
+    with (
+        zipfile.ZipFile(save_file(tmp_path / "plain.ckpt")) as plain,
+        zipfile.ZipFile(path := tmp_path / "compressed.ckpt", "w", zipfile.ZIP_DEFLATED) as compressed,
+    ):
+        for entry in plain.infolist():
+            compressed.writestr(entry.filename, plain.read(entry))
+    torch.load(path, weights_only=False)
+    assert damage(path) is None
+    with zipfile.ZipFile(path) as archive:
+        entry = max(archive.infolist(), key=lambda entry: entry.compress_size)
+    data = bytearray(path.read_bytes())
+    data[entry.header_offset + 30 + len(entry.filename) + entry.compress_size // 2] ^= 0xFF
+    path.write_bytes(data)
+    assert damage(path) == f"does not match its checksum in {entry.filename}"
 
 
 def test_what_has_no_checksum_is_not_called_damaged(tmp_path):
