@@ -178,8 +178,8 @@ def begins_data_anew(trainer: Trainer, places: int) -> bool:
     """
     combined, batches = trainer.fit_loop._combined_loader, trainer.num_training_batches
     assert combined is not None
-    remember = all(isinstance(loader, fabric.utilities.types._Stateful) for loader in combined.flattened)
-    has_length = batches < math.inf and not remember
+    have_state = all(isinstance(loader, fabric.utilities.types._Stateful) for loader in combined.flattened)
+    has_length = batches < math.inf and not have_state
     is_said = has_length and trainer.global_step % math.ceil(batches / trainer.accumulate_grad_batches) != 0
     return places < len(combined.flattened) and not is_said
 
@@ -221,17 +221,19 @@ def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
 
 def take_versions(loggers: Iterable[Any]) -> list[Path]:
     """Makes the folders of loggers that count versions: runs that begin together would share a number. Returns all
-    folders that it made."""
-    counting = [logger for logger in loggers if getattr(logger, "_version", "") is None]
+    new folders; a ``FileExistsError`` where a file is in the place of one."""
+    counters = [logger for logger in loggers if getattr(logger, "_version", "") is None]
     while True:
-        folders = dict.fromkeys(Path(logger.log_dir) for logger in counting if is_local(logger.log_dir))
-        made = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
+        folders = dict.fromkeys(Path(logger.log_dir) for logger in counters if is_local(logger.log_dir))
+        new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
         try:
             for folder in folders:
                 folder.mkdir(parents=True)
-            return sorted(made, reverse=True)
-        except FileExistsError:  # another run was faster
-            for logger in counting:
+            return sorted(new, reverse=True)
+        except FileExistsError as error:
+            if not Path(error.filename).is_dir():
+                raise
+            for logger in counters:  # another run was faster
                 logger._version = None
 
 

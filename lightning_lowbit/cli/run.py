@@ -167,9 +167,9 @@ class LowBitCLI(LightningCLI):
 @contextmanager
 def _removed_if_it_fails(trainer: Trainer, trains: bool) -> Generator[None, None, None]:
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
-    made = take_versions(loggers) if trains else []
+    versions = take_versions(loggers) if trains else []
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
-    new = made + [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
+    new = versions + [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except BaseException:  # also Ctrl-C

@@ -128,8 +128,8 @@ def takes_pixels(left: Any, right: Any) -> bool:
     operands then, and no code depends on its place."""
     x, call = left.x, left.call
     forms = form_of(call.cast.spec, call.dim), form_of(right.call.cast.spec, right.call.dim)
-    depends = call.cast.draws or forms[0].factors or call.rotation is not None or call.shard is not None
-    if library() is None or depends or call.dim != 1 or len(x) > _MOST_PIXELS:
+    has_places = call.cast.draws or forms[0].factors or call.rotation is not None or call.shard is not None
+    if library() is None or has_places or call.dim != 1 or len(x) > _MOST_PIXELS:
         return False
     if not forms[0].block or left.pixels.shape[1] % max(form.block for form in forms):
         return False

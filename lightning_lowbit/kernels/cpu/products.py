@@ -55,16 +55,16 @@ def _extent(factor: Tensor, rows: int, columns: int) -> int:
     return 3 if factor.shape == (1, columns) else 0
 
 
-class Window(ctypes.Structure):
+class _Window(ctypes.Structure):
     """``Window`` of source/windows.h."""
 
     _fields_ = [("space", ctypes.c_int64 * 18), ("images", ctypes.c_int64)]
 
 
-def window_of(images: int, dimensions: Sequence[Sequence[int]]) -> Window:
+def window_of(images: int, dimensions: Sequence[Sequence[int]]) -> _Window:
     """Returns the structure for ``dimensions`` of space as in :func:`lightning_lowbit.kernels.products.add_patches`."""
     space = [*[(1, 1, 1, 1, 1, 0)] * (3 - len(dimensions)), *dimensions]
-    return Window((ctypes.c_int64 * 18)(*chain(*space)), images)
+    return _Window((ctypes.c_int64 * 18)(*chain(*space)), images)
 
 
 def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequence[Sequence[int]]) -> Tensor | None:

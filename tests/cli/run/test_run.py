@@ -219,3 +219,10 @@ def test_runs_that_begin_together_have_a_folder_each():
     assert lowbit(f"--trainer.callbacks+={__name__}.Begun") == 0
     configs = [Path(f"runs/tiny/version_{version}/config.yaml") for version in (0, 1)]
     assert [yaml.safe_load(config.read_text())["seed_everything"] for config in configs] == [0, 7]
+
+
+def test_a_file_in_the_place_of_a_runs_folder_ends_the_run(capfd):
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/version_0").touch()
+    assert lowbit() == 2
+    assert "version_0" in capfd.readouterr().err.splitlines()[-1]
