@@ -223,18 +223,20 @@ def take_versions(loggers: Iterable[Any]) -> list[Path]:
     """Makes the folders of loggers that count versions: runs that begin together would share a number. Returns all
     new folders; a ``FileExistsError`` where a file is in the place of one."""
     counters = [logger for logger in loggers if getattr(logger, "_version", "") is None]
+    before: list[Path] = []
     while True:
-        folders = dict.fromkeys(Path(logger.log_dir) for logger in counters if is_local(logger.log_dir))
+        folders = sorted({Path(logger.log_dir) for logger in counters if is_local(logger.log_dir)})  # parents first
         new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
         try:
             for folder in folders:
-                folder.mkdir(parents=True)
+                folder.mkdir(parents=True, exist_ok=folder in before)  # there: the version does not count folders
             return sorted(new, reverse=True)
         except FileExistsError as error:
             if not Path(error.filename).is_dir():
                 raise
             for logger in counters:  # another run was faster
                 logger._version = None
+            before = folders
 
 
 def cluster_environment(trainer: Trainer) -> Any:

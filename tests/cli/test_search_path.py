@@ -25,6 +25,19 @@ POISON = (
     "transformers triton yaml"
 )
 
+RECIPE = "--config=quickstart --config=tiny.yaml"
+COMMANDS = (
+    "ls",
+    "cp quickstart mine.yaml",
+    f"fit {RECIPE}",
+    f"validate {RECIPE} --ckpt_path=last",
+    f"compare {RECIPE} --vary=bf16 --seeds=0 --output=study",
+    "inspect last.ckpt --casts=nvfp4",
+    "estimate --config=quickstart --device=h100",
+    "export last.ckpt --format=dequantized --output=exported",
+    "evaluate exported --tasks=arc_easy --limit=1",
+)
+
 
 @pytest.fixture
 def poisoned(tmp_path):
@@ -38,21 +51,14 @@ def run(*command, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [LOWBIT, MODULE], ids=["lowbit", "python -m"])
-def test_no_command_runs_what_lies_in_the_current_folder(program, poisoned, tmp_path):
+@pytest.mark.parametrize(
+    "program, commands",
+    [(LOWBIT, COMMANDS), (MODULE, COMMANDS[:3])],  # that differ in how they start
+    ids=["lowbit", "python -m"],
+)
+def test_no_command_runs_what_lies_in_the_current_folder(program, commands, poisoned, tmp_path):
     write_tiny(max_steps=2, accelerator="cpu")
-    recipe = "--config=quickstart --config=tiny.yaml"
-    for command in (
-        "ls",
-        "cp quickstart mine.yaml",
-        f"fit {recipe}",
-        f"validate {recipe} --ckpt_path=last",
-        f"compare {recipe} --vary=bf16 --seeds=0 --output=study",
-        "inspect last.ckpt --casts=nvfp4",
-        "estimate --config=quickstart --device=h100",
-        "export last.ckpt --format=dequantized --output=exported",
-        "evaluate exported --tasks=arc_easy --limit=1",
-    ):
+    for command in commands:
         if command.startswith("inspect"):
             Path(next(tmp_path.glob("runs/**/last.ckpt"))).rename("last.ckpt")
         done = run(*program, *command.split(), HF_HUB_OFFLINE="1")

@@ -15,6 +15,7 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.lab.compare.command import _is_running, environment, runs_of
 from lightning_lowbit.cli.lab.compare.record import markdown
 from lightning_lowbit.cli.lab.compare.study import product
+from lightning_lowbit.units import has_units
 from tests.cli.compare.conftest import result
 from tests.launch import start, wait_for
 
@@ -136,7 +137,8 @@ def test_runs_once_and_tabulates(capsys):
     header, _, bf16, nvfp4 = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     gap = ["gap to bf16", "95 % interval"]
     assert header == ["run", "seeds", "loss", "perplexity", *gap, "spikes", "tokens/s", "peak memory", "bits"]
-    assert bf16[:2] == ["bf16", "2"] and bf16[4] == "baseline" and bf16[-1] == "16.00 ± 0.00"
+    bits = 16 if has_units(torch.bfloat16, torch.device("cpu")) else 32
+    assert bf16[:2] == ["bf16", "2"] and bf16[4] == "baseline" and bf16[-1] == f"{bits}.00 ± 0.00"
     assert nvfp4[:2] == ["nvfp4", "2"] and nvfp4[4][0] in "+-" and 4.5 < float(nvfp4[-1].split()[0]) < 16
     pictures = {path.name: path.read_bytes()[:4] for path in Path("runs/compare").glob("*.png")}
     assert pictures == dict.fromkeys(("loss.png", "gap.png"), b"\x89PNG")

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from lightning_lowbit import cli
-from lightning_lowbit._lightning import Callback
+from lightning_lowbit._lightning import Callback, CSVLogger, TensorBoardLogger, take_versions
 from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
 from tests.tables import each
 
@@ -226,3 +226,15 @@ def test_a_file_in_the_place_of_a_runs_folder_ends_the_run(capfd):
     Path("runs/tiny/version_0").touch()
     assert lowbit() == 2
     assert "version_0" in capfd.readouterr().err.splitlines()[-1]
+
+
+class AlwaysHere(CSVLogger):
+    log_dir = "here"
+
+
+def test_loggers_that_share_a_folder_or_count_nothing_have_theirs():
+    Path("here").mkdir()
+    loggers = TensorBoardLogger(".", "there", sub_dir="board"), CSVLogger(".", "there"), AlwaysHere(".")
+    versions = [Path("there"), Path("there/version_0"), Path("there/version_0/board")]
+    assert sorted(take_versions(loggers)) == versions
+    assert Path("there/version_0/board").is_dir()
