@@ -13,6 +13,7 @@ from lightning_lowbit import cli
 from tests.cli.run.commands import write_tiny
 from tests.tables import each
 
+LIMIT = 300  # seconds; on two quiet cores a command takes a thirtieth of that
 LOWBIT = [str(Path(sys.executable).with_name("lowbit"))]
 MODULE = [sys.executable, "-m", "lightning_lowbit.cli"]
 
@@ -47,7 +48,7 @@ def poisoned(tmp_path):
 
 def run(*command, **environment):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT)
 
 
 @pytest.mark.slow
