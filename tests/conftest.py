@@ -50,8 +50,10 @@ LONGEST = (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    mark_slow(items)
+def pytest_collection_modifyitems(config, items):
+    left_out = {*mark_slow(items)}
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     order = {TESTS / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: -1 if _launches(item.path) else order.get(item.path, len(order)))
 

@@ -199,7 +199,7 @@ def test_killed_exports_leave_nothing_that_looks_like_one(tmp_path):
     (checkpoint,) = tmp_path.glob("run/runs/*/checkpoints/last.ckpt")
     output, draw, died = tmp_path / "exports" / "exported", random.Random(0), 0
     command = [LOWBIT, "export", checkpoint, "--format=dequantized", "--no-parity", "--output", output]
-    for _ in range(10):
+    for _ in range(6):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             while process.poll() is None and not [*output.parent.glob("*.partial")]:
                 time.sleep(0.001)
@@ -209,6 +209,6 @@ def test_killed_exports_leave_nothing_that_looks_like_one(tmp_path):
         if output.exists():
             assert (output / "lowbit.json").exists() and (output / "model.safetensors").exists()
             shutil.rmtree(output)
-    assert died >= 5
+    assert died >= 3
     subprocess.run(command, check=True, capture_output=True)
     assert os.listdir(output.parent) == ["exported"]

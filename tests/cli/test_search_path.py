@@ -26,24 +26,35 @@ POISON = (
     "transformers triton yaml"
 )
 
-RECIPE = "--config=quickstart --config=tiny.yaml"
-COMMANDS = (
-    "ls",
-    "cp quickstart mine.yaml",
-    f"fit {RECIPE}",
-    f"validate {RECIPE} --ckpt_path=last",
-    f"compare {RECIPE} --vary=bf16 --seeds=0 --output=study",
-    "inspect last.ckpt --casts=nvfp4",
-    "estimate --config=quickstart --device=h100",
-    "export last.ckpt --format=dequantized --output=exported",
-    "evaluate exported --tasks=arc_easy --limit=1",
-)
+MINE = """
+from lightning.pytorch import Callback
+from lightning_lowbit.recipes.data import TextDataModule as Data
+
+class Hello(Callback):
+    def on_train_start(self, trainer, pl_module):
+        print("hello from the current folder", flush=True)
+"""
+MINE_YAML = """
+trainer:
+  callbacks:
+  - {class_path: mine.Hello}
+  - {class_path: lightning_lowbit.CrashSafeCheckpoint, init_args: {save_last: true}}
+  default_root_dir: runs/mine
+data: {class_path: mine.Data}
+"""
+RECIPE = "--config=quickstart --config=sub/mine.yaml --config=tiny.yaml"
+FIT = f"fit {RECIPE}"
+VALIDATE = f"validate {RECIPE} --ckpt_path=last"
+COMPARE = f"compare {RECIPE} --vary=bf16 --seeds=0 --output=study"
+ESTIMATE = f"estimate {RECIPE} --device=h100"
+INSPECT = "inspect last.ckpt --casts=nvfp4"
+OTHERS = ("export last.ckpt --format=dequantized --output=exported", "evaluate exported --tasks=arc_easy --limit=1")
+COMMANDS = ("ls", "cp quickstart mine.yaml", FIT, VALIDATE, COMPARE, INSPECT, ESTIMATE, *OTHERS)
 
 
-@pytest.fixture
-def poisoned(tmp_path):
+def poison():
     for name in filter(find_spec, POISON.split()):  # what is not installed is found there
-        (tmp_path / f"{name}.py").write_text(f"import os\nos.write(2, b'{name} ran\\n')\nos._exit(9)\n")
+        Path(f"{name}.py").write_text(f"import os\nos.write(2, b'{name} ran\\n')\nos._exit(9)\n")
 
 
 def run(*command, **environment):
@@ -51,25 +62,47 @@ def run(*command, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT)
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder in which the commands have run, and what came of each; ``python -m`` only has another start."""
+    folder, done = tmp_path_factory.mktemp("here"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        poison()
+        write_tiny(max_steps=2, accelerator="cpu")
+        Path("mine.py").write_text(MINE)
+        Path("sub").mkdir()
+        Path("sub/mine.yaml").write_text(MINE_YAML)
+        done[f"python -m {FIT}"] = run(*MODULE, *FIT.split())
+        for command in COMMANDS:
+            if command == INSPECT:
+                Path(next(folder.glob("runs/mine/**/last.ckpt"))).rename("last.ckpt")
+            done[command] = run(*LOWBIT, *command.split(), HF_HUB_OFFLINE="1")
+    return folder, done
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program, commands",
-    [(LOWBIT, COMMANDS), (MODULE, COMMANDS[:3])],  # that differ in how they start
-    ids=["lowbit", "python -m"],
-)
-def test_no_command_runs_what_lies_in_the_current_folder(program, commands, poisoned, tmp_path):
-    write_tiny(max_steps=2, accelerator="cpu")
-    for command in commands:
-        if command.startswith("inspect"):
-            Path(next(tmp_path.glob("runs/**/last.ckpt"))).rename("last.ckpt")
-        done = run(*program, *command.split(), HF_HUB_OFFLINE="1")
-        said = done.stdout + done.stderr
+def test_no_command_runs_what_lies_in_the_current_folder(done):
+    for command, process in done[1].items():
+        said = process.stdout + process.stderr
         assert " ran\n" not in said, f"{command}: {said[-500:]}"
         is_offline = command.startswith("evaluate")  # its tasks are on the Hub
-        assert is_offline or done.returncode == 0, f"{command}: {said[-2000:]}"
+        assert is_offline or process.returncode == 0, f"{command}: {said[-2000:]}"
 
 
-def test_a_picture_is_not_drawn_by_a_file_of_the_current_folder(poisoned):
+@pytest.mark.slow
+def test_every_command_finds_classes_of_the_current_folder(done):
+    folder, processes = done
+    (log,) = (folder / "study").rglob("log.txt")
+    for said in (processes[FIT].stdout, log.read_text()):
+        assert "hello from the current folder" in said
+    assert "class_path: mine.Hello" in (folder / "runs/mine/version_0/config.yaml").read_text()
+    assert "A step:" in processes[ESTIMATE].stdout
+    assert "val_loss" in processes[VALIDATE].stdout
+
+
+def test_a_picture_is_not_drawn_by_a_file_of_the_current_folder():
+    poison()
     torch.save({"weight": torch.randn(16, 32)}, "good.ckpt")
     done = run(*LOWBIT, "inspect", "good.ckpt", "--casts=nvfp4", PYTHONPATH=os.pathsep)
     assert done.returncode == 0 and Path("good_casts.png").exists(), done.stderr

@@ -213,11 +213,7 @@ class Runs:
         ("lightning_lowbit", None, r"^[^\n]* holds no casts[^\n]*$"),
         ("state_dict.model.model.layers.1.mlp.up_proj.weight", torch.nan, "layers.1.mlp.up_proj holds NaN"),
         ("state_dict.model.model.embed_tokens.weight", torch.nan, "embed_tokens.weight holds NaN"),
-        (
-            "state_dict.model.model.embed_tokens.weight",
-            1e5,
-            "embed_tokens.weight has values that float16 does not",
-        ),
+        ("state_dict.model.model.embed_tokens.weight", 1e5, "embed_tokens.weight has values that float16 does not"),
     ],
 )
 @each("format", ["mxfp8", "dequantized"])

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import (
-    Cast,
-    IntegerPrecision,
-    LinearCasts,
-    LowBitPrecision,
-    Scale,
-    TernaryPrecision,
-    quantize,
-)
+from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, LowBitPrecision, Scale, TernaryPrecision, quantize
 from lightning_lowbit.export.formats import bitnet
 from lightning_lowbit.export.formats.gguf.blocks import block_type, pack
 from lightning_lowbit.export.trained_model import read

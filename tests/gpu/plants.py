@@ -1,12 +1,13 @@
 """Faults that are planted into a run, to see that it reports them and that the rest goes on.
 
-``LOWBIT_GPU_PLANT=PART:KIND:WORDS`` plants into the checks of a part whose names hold these words: ``bit``, the last
-bit of each result of a kernel is another one; ``compile``, a kernel that does not compile; ``hang``, a check that does
-not end; ``death``, a process that ends.
+``LOWBIT_GPU_PLANT=PART:KIND:WORDS``, or some of these with ``;`` between them, plants into the checks of a part whose
+names hold these words: ``bit``, the last bit of each result of a kernel is another one; ``compile``, a kernel that does
+not compile; ``hang``, a check that does not end; ``death``, a process that ends.
 """
 
 import os
 import time
+from functools import partial
 
 import torch
 
@@ -15,8 +16,11 @@ VARIABLE = "LOWBIT_GPU_PLANT"
 
 def planted(check, part):
     """The check, which is made to fail if this is asked for."""
-    where, kind, words = [*os.environ.get(VARIABLE, "").split(":", 2), "", ""][:3]
-    return check._replace(run=lambda: KINDS[kind](check.run)) if where == part and words in check.name else check
+    for plant in filter(None, os.environ.get(VARIABLE, "").split(";")):
+        where, kind, words = plant.split(":", 2)
+        if where == part and words in check.name:
+            return check._replace(run=partial(KINDS[kind], check.run))
+    return check
 
 
 def _bit(run):

@@ -1,7 +1,6 @@
 """The Triton kernels as PTX, the code that Triton's compiler makes for GPUs, run by an emulator: equal to the bit."""
 
 import importlib.util
-import itertools
 import random
 from functools import partial
 
@@ -82,11 +81,10 @@ def sample(rows, columns, dtype=torch.bfloat16):
     return x
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "bf16"])
-def test_all_casts_of_presets(preset):
-    for cast, dim in itertools.product(test_triton.casts_of(preset), (0, 1)):
-        amax = 3.0 if cast.scale.needs_amax else None
-        assert interpreted.differences([Case(cast, dim, sample(48, 272), amax)]) == []
+@pytest.mark.parametrize("cast", {cast: None for name in PRESETS for cast in test_triton.casts_of(name)}, ids=str)
+def test_all_casts_of_presets(cast):
+    amax = 3.0 if cast.scale.needs_amax else None
+    assert interpreted.differences([Case(cast, dim, sample(48, 272), amax) for dim in (0, 1)]) == []
 
 
 # Tests for the interpreter, of whose cases the emulator runs some: shapes and strides of all kinds.
@@ -105,7 +103,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("test", OTHERS)
 def test_some_of_what_the_interpreter_runs(test):
-    test(run=lambda compare, cases: compare(random.Random(0).sample(cases, min(len(cases), 16))))
+    test(run=lambda compare, cases: compare(random.Random(0).sample(cases, min(len(cases), 10))))
 
 
 @pytest.mark.parametrize("arch", [80, 100])

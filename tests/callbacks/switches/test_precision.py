@@ -8,13 +8,7 @@ from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn import PRESETS
 from tests.callbacks.switches import runs
 from tests.curves import csv_curves
-from tests.lightning_imports import (
-    BoringModel,
-    CSVLogger,
-    MisconfigurationException,
-    pytorch,
-    quiet_trainer,
-)
+from tests.lightning_imports import BoringModel, CSVLogger, MisconfigurationException, pytorch, quiet_trainer
 from tests.precision.regression_model import On, Regression
 from tests.tables import each
 

@@ -1,10 +1,7 @@
 """The ``lowbit`` command as a user meets it: recipes by name, overlays, folders of runs, saved configurations."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from unittest.mock import Mock
@@ -54,49 +51,6 @@ def test_a_run_has_a_folder_of_its_own_for_each_combination():
     for _ in range(2):
         assert lowbit("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 0
     assert Path("runs/tiny/config.yaml").exists(), "without a logger runs share a folder"
-
-
-MINE = """
-from lightning.pytorch import Callback
-from lightning_lowbit.recipes.data import TextDataModule as Data
-
-class Hello(Callback):
-    def on_train_start(self, trainer, pl_module):
-        print("hello from the current folder", flush=True)
-"""
-
-
-# Of a recipe all of whose steps are few, the warm-up is a share.
-MINE_YAML = """
-trainer: {max_steps: 2, callbacks: [{class_path: mine.Hello}], default_root_dir: runs/mine}
-model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}}}
-data: {class_path: mine.Data, init_args: {path: text.txt, sequence_length: 16, batch_size: 2, val_batches: 2}}
-"""
-
-
-def installed(*arguments):
-    """What the installed script prints, as users run it: from their folder, without PYTHONPATH."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [Path(sys.executable).with_name("lowbit"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_every_command_finds_classes_of_the_current_folder():
-    Path("mine.py").write_text(MINE)
-    Path("sub").mkdir()
-    Path("sub/mine.yaml").write_text(MINE_YAML)
-    recipe = ("--config=quickstart", "--config=sub/mine.yaml")
-    assert "hello from the current folder" in installed("fit", *recipe)
-    assert "class_path: mine.Hello" in Path("runs/mine/version_0/config.yaml").read_text()
-    assert "A step:" in installed("estimate", *recipe)
-    installed("compare", *recipe, "--vary=bf16")
-    (log,) = Path("runs/compare").rglob("log.txt")
-    assert "hello from the current folder" in log.read_text()
-    checkpoint = next(Path("runs/compare").rglob("last.ckpt"))
-    assert "val_loss" in installed("validate", *recipe, f"--ckpt_path={checkpoint}")
 
 
 @pytest.mark.slow

@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import (
-    Cast,
-    IntegerPrecision,
-    LinearCasts,
-    LowBitPrecision,
-    Scale,
-    export_checkpoint,
-    restore,
-)
+from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, LowBitPrecision, Scale, export_checkpoint, restore
 from lightning_lowbit.export.trained_model import read
 from tests.export import modules
 from tests.export.originals import fit

@@ -2,10 +2,6 @@
 
 import dataclasses
 import itertools
-import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +10,15 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import quantize_operand
 from lightning_lowbit.kernels.cpu import gemms as cpp
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.cpu.variants import cpu
 from lightning_lowbit.kernels.gemms import code_operand, multiply
 from lightning_lowbit.kernels.windows import Pixels, Window
 from lightning_lowbit.quant.call import CastCall
 from tests.kernels.gemms import products
 from tests.kernels.gemms.products import CASTS, INT8, LONG, NVFP4, SHAPES, TERNARY, VALUES, product
-from tests.kernels.library.loads import compiler_with
 from tests.kernels.test_casts import same_bits
 from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built")
-ROOT = Path(__file__).parents[3]
 
 
 def check(one):
@@ -70,7 +63,7 @@ def test_pixels_that_the_kernels_do_not_find_are_gathered():
 
 @pytest.mark.slow
 def test_random_products_are_those_of_the_plain_code():
-    for one in products.products(1500, 1000):
+    for one in products.products(1000, 1000):
         check(one)
 
 
@@ -128,7 +121,7 @@ def test_sizes_of_zero_give_zeros_or_the_bias():
 
 
 SOME = ("stochastic", "tiles", "levels of rows", "ms-eden", "int8 by ternary")
-MANY = pytest.param(CASTS, [(130, 90, 160), (400, 300, 512)], 50, marks=pytest.mark.slow)
+MANY = pytest.param(CASTS, [(130, 90, 160), (400, 300, 512)], 20, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("names, shapes, times", [(SOME, [(130, 90, 160)], 10), MANY])
@@ -203,27 +196,3 @@ def test_what_the_kernels_do_not_cast_is_cast_by_plain_code():
     left = code_operand(x.double(), CastCall(NVFP4, 1))
     right = code_operand(w, CastCall(NVFP4, 1, None, w.abs().max().double()))
     assert torch.equal(cpp.multiply(left.x, left, right, None, torch.float32), expected)
-
-
-# Flags of g++, and what they need of the CPU.
-BUILDS = {
-    "plain loops": ("-march=x86-64", ""),
-    "AVX2": ("-march=x86-64-v3", "avx2"),
-    "AVX-VNNI": ("-march=x86-64-v3 -mavxvnni", "avx2 avx_vnni"),
-    "AVX-512": ("-march=skylake-avx512", "avx512bw avx512vl avx512dq avx512cd"),
-    "AVX-512 VNNI": ("-march=x86-64-v4 -mavx512vnni", "avx512bw avx512_vnni"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
-def test_all_instructions_give_the_same_bits(tmp_path):
-    expected = products.checksum(1000)
-    for name, (flags, needs) in BUILDS.items():
-        if not {*needs.split()} <= {*cpu().split()}:
-            continue
-        (folder := tmp_path / name.replace(" ", "-")).mkdir()
-        command = [sys.executable, "-m", "tests.kernels.gemms.products"]
-        result = subprocess.run(command, env=compiler_with(flags, folder), cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert result.stdout.splitlines() == [name, expected]

@@ -49,11 +49,7 @@ def changed(preset, operands=OPERANDS, **fields):
             {"wgrad_g": {"scale": {"block": 32}}},
             {"wgrad_g": Cast("e2m1", Scale("e4m3", 32, two_level=True), "stochastic")},
         ),
-        (
-            NVFP4,
-            {"wgrad_g": {"scale": Scale("e5m2", 32)}},
-            {"wgrad_g": Cast("e2m1", Scale("e5m2", 32), "stochastic")},
-        ),
+        (NVFP4, {"wgrad_g": {"scale": Scale("e5m2", 32)}}, {"wgrad_g": Cast("e2m1", Scale("e5m2", 32), "stochastic")}),
         (NVFP4, {"wgrad_g": Cast("int4")}, {"wgrad_g": Cast("int4")}),
         (NVFP4, {"wgrad_g": {}}, {}),
         # where there is no cast to change, fields make one

@@ -34,17 +34,6 @@ def test_against_float64(left, right, dtype, with_bias, shape):
     check(matmul(a, b, bias, dtype), a, b, bias, dtype, ulps=1)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_exact_mode_rounds_once(with_bias):
-    x, w = operands(dtype=torch.bfloat16)
-    bias = torch.randn(40).bfloat16() if with_bias else None
-    a, b = quantize_operand(x, NVFP4, 1, dtype=torch.float32), quantize_operand(w, NVFP4, 0, dtype=torch.float32)
-    found = matmul(a, b, bias, torch.bfloat16)
-    check(found, a, b, bias, torch.bfloat16, ulps=0.5)
-    fast = matmul(quantize_operand(x, NVFP4, 1), quantize_operand(w, NVFP4, 0), bias, torch.bfloat16)
-    check(fast, a, b, bias, torch.bfloat16, ulps=1)
-
-
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_cpus_without_units_for_a_dtype_compute_in_float32(dtype):
     x, w = operands(dtype=dtype)

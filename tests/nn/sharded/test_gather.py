@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -115,13 +114,6 @@ def test_one_process_without_shards_is_refused():
 def test_what_stands_in_the_way(casts, why):
     reason = casts_obstacle(LinearCasts.of(casts))
     assert reason is None if why is None else why in reason
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -218,11 +218,7 @@ def test_a_state_that_the_other_method_left_is_refused_with_the_reason():
         ([Parameter(torch.ones(2, 3))], {}, r"by their names: give it model\.named_parameters\(\).*adam_names=\[\]"),
         (named((2, 3)), {"element_clip": "spike_clip"}, "one moment of all elements.*spike_clip"),
         ([{"params": named((2, 3)), "density": 0.5}], {}, "one moment of all elements.*0.5"),
-        (
-            [{"params": named((2, 3)), "adam_names": ["b"]}],
-            {},
-            "the pattern 'b' matches no parameter of its group",
-        ),
+        ([{"params": named((2, 3)), "adam_names": ["b"]}], {}, "the pattern 'b' matches no parameter of its group"),
         ([Parameter(torch.ones(2, 3))], {"adam_names": [], "stack_names": ["b"]}, "by their names.*and no stack_names"),
         ([Parameter(torch.ones(3))], {"adam_names": []}, "Muon got no matrix"),
     ],

@@ -7,16 +7,7 @@ import torch
 
 from lightning_lowbit import FP4Precision, FP8Precision
 from tests.precision.fp16.runs import assert_same
-from tests.precision.regression_model import (
-    DOWN,
-    On,
-    Regression,
-    Witness,
-    assert_histories,
-    fitted,
-    state,
-    trainer,
-)
+from tests.precision.regression_model import DOWN, On, Regression, Witness, assert_histories, fitted, state, trainer
 from tests.tables import each
 
 

@@ -18,15 +18,7 @@ from lightning_lowbit import (
     QuantizationMonitor,
 )
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1, STOCHASTIC
-from tests.callbacks.monitors.gradient_noise.runs import (
-    NEAREST,
-    NOISY,
-    Model,
-    assert_equal,
-    fit,
-    ratios,
-    trainer,
-)
+from tests.callbacks.monitors.gradient_noise.runs import NEAREST, NOISY, Model, assert_equal, fit, ratios, trainer
 from tests.lightning_imports import Callback, MisconfigurationException
 from tests.tables import each
 

@@ -4,16 +4,7 @@ import pytest
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import LossScaleMonitor, LowBitPrecision, StaticGradScaler
-from tests.callbacks.monitors.loss_scale.runs import (
-    FALLS,
-    conservative,
-    lowbit,
-    mixed,
-    silent,
-    torchs,
-    trainer,
-    warned,
-)
+from tests.callbacks.monitors.loss_scale.runs import FALLS, conservative, lowbit, mixed, silent, torchs, trainer, warned
 from tests.lightning_imports import BoringModel
 from tests.tables import each
 
