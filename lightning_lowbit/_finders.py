@@ -98,6 +98,7 @@ RENAMED = {
     "Settings": "FrozenDict",
 }
 _PACKAGE = "lightning_lowbit."
+_INSTALLED = join(dirname(__file__), "recipes", "__init__.py")
 _RECIPES = join(dirname(dirname(__file__)), "recipes", "__init__.py")
 
 
@@ -134,14 +135,15 @@ class _FormerNames:
 
 
 class _Recipes:
-    """Finds the recipes of sources that are not installed, after all finders of installed packages."""
+    """Finds the recipes beside the sources, before another clone's that is installed; of a wheel they are inside."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != f"{_PACKAGE}recipes" or not isfile(_RECIPES):
+        if fullname != f"{_PACKAGE}recipes" or isfile(_INSTALLED) or not isfile(_RECIPES):
             return None
         return spec_from_file_location(fullname, _RECIPES, submodule_search_locations=[dirname(_RECIPES)])
 
 
 def install() -> None:
     """Lets former names be imported, and ``lightning_lowbit.recipes`` from the sources."""
-    sys.meta_path.extend((_FormerNames(), _Recipes()))
+    sys.meta_path.insert(0, _Recipes())
+    sys.meta_path.append(_FormerNames())

@@ -54,9 +54,11 @@ def find_config(name: str, option: str = "--config") -> Path:
         raise ValueError("--config needs the name of a recipe or a file, and --study of a study; see `lowbit ls`.")
     known = recipes()
     if (stem := name.replace("-", "_")) not in known:
+        file = f"{name}.yaml"
+        hint = f" Did you mean {file!r}?" if Path(file).expanduser().is_file() else nearest(stem, known, most=4)
         raise FileNotFoundError(
-            f"{option} {name}: no such file, and no recipe, overlay or study of this name."
-            f"{nearest(stem, known, most=4)} `lowbit ls` lists them."
+            f"{option} {name}: no such file, and no recipe, overlay or study of this name.{hint}"
+            " `lowbit ls` lists them."
         )
     return known[stem]
 

@@ -42,6 +42,7 @@ from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.run_settings import (
+    AS_TRAINED,
     ComputeDtype,
     check_whole_weights,
     checked_run,
@@ -207,6 +208,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         origin = Origin.read(load_checkpoint(checkpoint, weights_only))
         plugin = LowBitPrecision(**origin.arguments(changes))
         plugin._origin, plugin._arguments = origin, f"<of a checkpoint: {origin.trained}>"
+        plugin._state.compute.reason = AS_TRAINED
         return plugin
 
     def __setstate__(self, state: dict[str, Any]) -> None:

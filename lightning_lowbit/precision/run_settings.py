@@ -45,6 +45,7 @@ _16_TRUE = (
     "for parameters of that width, convert the model before training, as with model.bfloat16()."
 )
 _64 = "the GEMMs of quantized layers have float32 at most. Give 'fp32'."
+AS_TRAINED = "as the checkpoint was trained"  # why a dtype is what it is, which an argument does not change
 _FP8 = "FP8 is not for what is left in high precision. FP8Precision quantizes the layers; here give 'auto' or 'bf16'."
 _INSTEAD = {
     "bf16-true": _16_TRUE.format("bf16", "bf16"),
@@ -170,7 +171,7 @@ class ComputeDtype:
         """Takes for ``"auto"`` the dtype of a checkpoint, bf16 or float32; returns whether that is another one."""
         if not self.is_auto or name == self.name or name not in ("bf16", "fp32"):
             return False
-        self._take(name, "as the checkpoint was trained")
+        self._take(name, AS_TRAINED)
         self.is_followed = True
         say_once(f"compute_dtype='auto': {str(self.dtype).removeprefix('torch.')}, {self.reason}.")
         self._say_if_wide(device)
@@ -181,10 +182,9 @@ class ComputeDtype:
 
     def _say_if_wide(self, device: torch.device) -> None:
         if device.type == "cpu" and not has_units(self.dtype, device):
-            say_once(
-                f"This CPU has no instructions for {self.dtype}: products of it are computed in float32 and rounded. "
-                "compute_dtype='fp32' (in a recipe: --trainer.plugins.init_args.compute_dtype fp32) is faster."
-            )
+            text = f"This CPU has no instructions for {self.dtype}: products of it are computed in float32 and rounded"
+            advice = "compute_dtype='fp32' (in a recipe: --trainer.plugins.init_args.compute_dtype fp32) is faster"
+            say_once(f"{text}, {self.reason}." if self.reason == AS_TRAINED else f"{text}. {advice}.")
 
 
 def _whose(device: torch.device, here: bool, everywhere: bool) -> str:

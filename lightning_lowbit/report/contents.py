@@ -126,7 +126,7 @@ def in_words(cast: Cast) -> str:
     """
     rounding = "rounded stochastically" if cast.rounding == "stochastic" else "rounded to nearest"
     parts = [f"elements in {cast.element}, {rounding}", *_scale_in_words(cast.scale)]
-    parts += ["what enters the GEMM is rounded to bfloat16"] if cast.round_to_bfloat16 else []
+    parts += ["in passes in bfloat16 what enters the GEMM is rounded to it"] if cast.round_to_bfloat16 else []
     return "; ".join(parts)
 
 

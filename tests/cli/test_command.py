@@ -63,6 +63,7 @@ MISTAKES = {
     "export": "lowbit export needs CHECKPOINT (a .ckpt of a run with a plugin of lightning_lowbit).",
     "export x --format=int44": "--format has no 'int44'. Did you mean 'int4'? Choose one of: nvfp4-w4a16",
     "export x --shape=a": "--shape takes sizes such as 2,3,32,32; got 'a'.",
+    "export x --dtype=a": "last.ckpt --format nvfp4-w4a16 --output exported --rescale.",  # which takes no text
     "evaluate x": "lowbit evaluate needs --tasks (names). For example: lowbit evaluate runs/",
     "evaluate x --tasks=a --limit=q": "--limit takes a number; got 'q'.",
     "evaluate x --tasks=a --max_length=0": "--max_length is a number of tokens, 1 or more; got 0.",

@@ -168,6 +168,12 @@ def test_find_config():
         find_config("llama_30m")
 
 
+def test_a_file_whose_ending_is_missing_is_named():
+    Path("mine.yaml").touch()
+    with pytest.raises(FileNotFoundError, match=r"--config mine: no such file.* Did you mean 'mine.yaml'\?"):
+        find_config("mine")
+
+
 def test_a_key_may_stand_in_a_mapping_once():
     Path("anchors.yaml").write_text("a: &a {x: 1}\nb: {<<: *a, x: 2}\nc: {x: 3}")
     assert read_config(Path("anchors.yaml")) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 3}}

@@ -74,15 +74,27 @@ def test_imported_packages_are_declared():
     assert not missing, f"not among the dependencies: {[(name, found[name]) for name in missing]}"
 
 
-def test_sources_that_are_not_installed_hold_the_recipes():
-    code = """if True:
+def test_sources_hold_the_recipes_without_an_installation_and_beside_one_of_another_clone(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").touch()
+    code = f"""if True:
         import sys
+        from importlib.util import spec_from_file_location
         sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+
+        class OtherClone:
+            def find_spec(name, path=None, target=None):
+                file = {str(tmp_path / "recipes" / "__init__.py")!r}
+                return spec_from_file_location(name, file) if name == "lightning_lowbit.recipes" else None
+
+        if OTHER: sys.meta_path.insert(0, OtherClone)
         import lightning_lowbit.recipes.tuning.adapters
         print(lightning_lowbit.recipes.tuning.adapters.__file__)
     """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert Path(result.stdout.strip()) == ROOT / "recipes" / "tuning" / "adapters.py"
+    for other in ("False", "True"):
+        command = [sys.executable, "-c", code.replace("OTHER", other)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert Path(result.stdout.strip()) == ROOT / "recipes" / "tuning" / "adapters.py"
 
 
 @pytest.mark.slow  # a process of its own

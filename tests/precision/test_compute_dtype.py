@@ -159,6 +159,18 @@ def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(told, tmp_pat
         assert plugin.trained.compute_dtype == trained, "a restored model"
 
 
+def test_a_cpu_without_instructions_for_the_dtype_of_a_checkpoint_recommends_no_other_to_evaluations(told, tmp_path):
+    path = tmp_path / "bf16.ckpt"
+    with cpu(True):
+        fitted(FP8Precision(compute_dtype="bf16"), max_steps=1).save_checkpoint(path)
+    for plugin in (LowBitPrecision.from_checkpoint(path), FP8Precision()):
+        begin(told)
+        with cpu(False):
+            trainer(plugin, limit_val_batches=1).validate(Regression(), ckpt_path=path, verbose=False)
+        (line,) = [text for text in told.messages if "no instructions for torch.bfloat16" in text]
+        assert line.endswith("are computed in float32 and rounded, as the checkpoint was trained.")
+
+
 def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(tmp_path):
     bf16, fp16 = tmp_path / "bf16.ckpt", tmp_path / "fp16.ckpt"
     with cpu(True):

@@ -257,7 +257,7 @@ def test_columns_of_numbers_are_aligned_and_those_of_sentences_folded():
     page = shown(Table(["name", "share"], [["a", "12.5%"], ["b", "3 GFLOPs"], ["c", ""]]))
     assert page.count('class="number"') == 4
     assert '<td class="number">12.5%</td>' in page
-    why = "its casts are those of high precision, by skip, only or overrides"
+    why = "its casts are those of high precision, by preset, skip, only or overrides"
     page = shown(Table(["layer", "class", "why"], [["a", "Linear", why], ["b", "Linear", ""]]))
     assert f'<td>Linear</td><td class="text">{why}</td>' in page
     assert page.count('class="text"') == 3, "the header and both rows"

@@ -13,7 +13,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     formats = "\n".join(f"  {name:{width}}  {about}" for name, about in ABOUT.items())
     parser = Parser(
         "lowbit export",
-        "runs/quickstart/version_0/checkpoints/last.ckpt --format nvfp4-w4a4 --output exported",
+        "runs/quickstart/version_0/checkpoints/last.ckpt --format nvfp4-w4a16 --output exported --rescale",
         description="Exports a checkpoint with the codes and scales of its training, loads the result by the format's "
         "own client, and compares outputs.",
         epilog=f"formats:\n{formats}",

@@ -36,7 +36,7 @@ class Reason:
 LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _LEFT_OUT = Reason("left out by skip or only")
 _NOT_CONVERTED = Reason("not converted", "a LowBitPrecision among the plugins of the Trainer converts layers")
-_HIGH_PRECISION = Reason("its casts are those of high precision, by skip, only or overrides")
+_HIGH_PRECISION = Reason("its casts are those of high precision, by preset, skip, only or overrides")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
 _PRODUCT = Reason(
     "products of activations, as in attention, or with weights of other modules", "attention= quantizes attention's"

@@ -85,6 +85,7 @@ def test_every_preset_is_explained():
             text = in_words(cast)
             assert cast.element in text and cast.scale.format in text
             assert ("stochastic" in text) == cast.draws
+            assert ("in passes in bfloat16 what enters the GEMM is rounded" in text) == cast.round_to_bfloat16
 
 
 def test_throughput_while_compiling_does_not_stretch_the_axis():

@@ -36,7 +36,8 @@ def run_json(loss, steps=400):
             "loss": [[step, None if step == 200 else 2.0] for step in range(10, steps + 1, 10)],
             "tokens/s": [[10, 100.0], [20, 300.0], [30, 200.0]],
         },
-        "summary": {"average_bits": 7.12, "gradient_noise": {"threshold": 3**0.5}, "layers": [{"name": "a"}] * 99},
+        "summary": {"average_bits": 7.12, "gradient_noise": {"threshold": 3**0.5}, "layers": [{"name": "a"}] * 99}
+        | {"compute_dtype": "float32"},
         "phases": [[0, 300, "fqt"], [300, steps, "qaf"]],
         "environment": {"started": "2026-11-23 16:26:19+00:00", "command": "/home/me/fit", "threads": 1}
         | {"torch": "2.13"},
@@ -89,7 +90,7 @@ def test_what_is_kept_of_a_run():
     assert run.metrics == {"val_loss": 2.06855917, "val_perplexity": 7.12345679}
     assert run.history["val_loss"][0] == (100, 2.07856) and len(run.history[RATIO]) == 40
     assert run.phases == [(0, 300, "fqt"), (300, 400, "qaf")]
-    assert run.machine == {"threads": 1, "torch": "2.13", "date": "2026-11-23"}
+    assert run.machine == {"threads": 1, "torch": "2.13", "compute_dtype": "float32", "date": "2026-11-23"}
     assert "layers" not in record().as_json() and "/home/me" not in record().as_json()
     for value in (None, nan, inf):  # stays not finite
         run = reduced(run_json(2.0) | {"metrics": {"val_loss": value}, "history": {"val_loss": [[1, value]]}})

@@ -52,7 +52,15 @@ def test_what_is_printed(capsys):
         assert part in shown, part
     assert estimate(*QUICK, "--device=b200", "--memory=0.001") == 0
     shown = capsys.readouterr().out
-    assert "does NOT fit" in shown and "this package emulates them" in shown and "1 device\n" in shown
+    assert "does NOT fit on b200 with your figures" in shown
+    assert "this package emulates them" in shown and "1 device\n" in shown
+
+
+def test_a_peak_that_no_gemm_reaches_is_named(capsys):
+    assert estimate(*QUICK, "--peak=fp32=1,bf16=200") == 0
+    shown = capsys.readouterr().out
+    assert "data sheets of h100 with your figures" in shown
+    assert shown.count("so its --peak changes nothing") == shown.count("No GEMM is counted in fp32, ") == 1
 
 
 def test_the_configuration_says_what_options_do_not(capsys):

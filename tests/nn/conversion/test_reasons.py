@@ -53,7 +53,7 @@ def model():
 WHY = {
     "": "computed outside of modules: call an nn.Linear there",
     "kept": "left out by skip or only",
-    "later": "its casts are those of high precision, by skip, only or overrides",
+    "later": "its casts are those of high precision, by preset, skip, only or overrides",
     "body (dgrad)": "its casts leave dgrad in high precision",
     "head": "narrow, 2 outputs for blocks of 16: name it in overrides or only",
     "special": "a subclass of nn.Linear with a forward of its own: register_linear",

@@ -33,7 +33,7 @@ class Finished:
     average_bits: float | None = None
     noise_threshold: float | None = None
     phases: Sequence[tuple[int, int, str]] = ()  # (begin, end, name)
-    machine: Mapping[str, str | int] = field(default_factory=dict)  # with versions and the date
+    machine: Mapping[str, str | int] = field(default_factory=dict)  # with versions, the dtype of the rest, the date
     report: str | None = None  # the page of the run, relative to the output folder
 
 
@@ -52,7 +52,9 @@ def reduced(run: Mapping[str, Any], report: str | None = None) -> Finished:
     summary, values = run.get("summary", {}), run["history"]
     names = dict.fromkeys((LOSS, PERPLEXITY, *run.get("validation_metrics", ())))
     environment = run.get("environment", {})
-    date = {"date": environment["started"][:10]} if "started" in environment else {}
+    machine = {name: environment[name] for name in _MACHINE if name in environment}
+    machine |= {"compute_dtype": summary["compute_dtype"]} if "compute_dtype" in summary else {}
+    machine |= {"date": environment["started"][:10]} if "started" in environment else {}
     losses, speeds = ([value for _, value in _with_nan(values.get(name, ()))] for name in ("loss", "tokens/s"))
     return Finished(
         steps=run["steps"],
@@ -65,7 +67,7 @@ def reduced(run: Mapping[str, Any], report: str | None = None) -> Finished:
         average_bits=_rounded(summary.get("average_bits"), _FLOAT32),
         noise_threshold=summary.get("gradient_noise", {}).get("threshold"),
         phases=[(begin, end, name) for begin, end, name in run.get("phases", ())],
-        machine={name: environment[name] for name in _MACHINE if name in environment} | date,
+        machine=machine,
         report=report,
     )
 

@@ -8,7 +8,7 @@ from math import floor, log10
 from typing import Any
 
 from lightning_lowbit.cli.lab.estimate.formulas import Collective, StepTime, communication, flops, memory, times
-from lightning_lowbit.cli.lab.estimate.options import STRATEGIES, Assumptions, Batch, Device, Layout
+from lightning_lowbit.cli.lab.estimate.options import DEVICES, STRATEGIES, Assumptions, Batch, Device, Layout
 from lightning_lowbit.cli.lab.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
@@ -41,7 +41,9 @@ def estimate(options: Namespace) -> None:
     memories = memory(model, batch, layout)
     counted, traffic = flops(model, batch, layout), communication(model, batch, layout)
     spent = times(model, batch, layout, device, assumed)
-    notes += _device_notes(counted, device, options.device, model.high)
+    sheet = DEVICES[options.device]
+    name = options.device if device == sheet else f"{options.device} with your figures"
+    notes += [*_device_notes(counted, device, name, model.high), *_unused(spent, device, sheet, model.high)]
     if options.json:
         numbers = {
             "parameters": model.parameters,
@@ -57,8 +59,8 @@ def estimate(options: Namespace) -> None:
         }
         print(json.dumps(numbers, indent=2))
         return
-    tables = [_memory_table(memories, device, options.device), _work_table(counted, traffic, spent)]
-    end = [_step(model, batch, layout, spent), _closing(assumed, options.device, notes)]
+    tables = [_memory_table(memories, device, name), _work_table(counted, traffic, spent)]
+    end = [_step(model, batch, layout, spent), _closing(assumed, name, notes)]
     print(plain(Text(_head(model, batch, layout)), *tables, *map(Text, end)), end="")
 
 
@@ -181,6 +183,15 @@ def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: s
                 f"{counted_as}. Where it has no native GEMM, this package emulates them, more slowly than bf16."
             )
     return notes
+
+
+def _unused(spent: StepTime, device: Device, sheet: Device, high: str) -> list[str]:
+    kinds = [kind for kind, peak in device.peaks.items() if peak != sheet.peaks.get(kind) and kind not in spent.gemms]
+    return [
+        f"No GEMM is counted in {kind}, so its --peak changes nothing. What is not quantized is in {high}, "
+        "by compute_dtype, where 'auto' is bf16."
+        for kind in kinds
+    ]
 
 
 def _closing(assumed: Assumptions, name: str, notes: Sequence[str]) -> str:
