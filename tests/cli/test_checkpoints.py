@@ -158,6 +158,35 @@ def test_sigterm_outside_of_training_ends_with_143_too():
     assert stopped.value.code == 143
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["consolidate"],
+        ["inspect", "--casts=nvfp4"],
+        ["evaluate", "--tasks=arc_easy"],
+        ["export", "--format=fp8", "--output=exported"],
+    ],
+)
+def test_each_command_names_a_checkpoint_in_the_folder_of_a_run(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("run/version_0").mkdir(parents=True)
+    torch.save({}, "run/version_0/last.ckpt")
+    assert cli.main([command[0], "run", *command[1:]]) == 2
+    line = "run is a folder of checkpoints. Give one, such as run/version_0/last.ckpt."
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "__0_0.distcp"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_shards_that_were_copied_in_part_are_named(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    save_distributed({"state_dict": {"weight": torch.ones(3)}}, checkpoint_id="it.ckpt", no_dist=True)
+    torch.save({"global_step": 7}, "it.ckpt/meta.pt")
+    Path("it.ckpt", name).unlink()
+    assert cli.main(["consolidate", "it.ckpt"]) == 2
+    assert f"it.ckpt is damaged: it lacks {name}. Copy all of its files" in capsys.readouterr().err
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_shards_become_a_file_by_a_command(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -154,6 +154,10 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             super().on_train_batch_end(trainer, pl_module, *batch)
         super().on_validation_end(trainer, pl_module)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning would save the last one
+            super().on_train_end(trainer, pl_module)
+
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         folder = checkpoint_folder(self, trainer)
         if not is_local(folder):

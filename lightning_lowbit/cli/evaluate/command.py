@@ -22,6 +22,7 @@ from lightning_lowbit.export.reading.files import first_line, read_json
 from lightning_lowbit.export.tokenizer import fitting_tokenizer
 from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.packages import install, install_extra
+from lightning_lowbit.precision.checkpoints.files import check_no_folder_of
 
 _NO_LOGITS = (
     "{} holds a {}, which gives no logits of a next token. The tasks of the harness take a causal language model of "
@@ -154,6 +155,7 @@ def load(path: Path, tokenizer: str | None, module: str | None, device: torch.de
     if path.is_dir() and (path / "config.json").exists():
         return _load_folder(path, tokenizer, device)
     check_whole(path)
+    check_no_folder_of(path)
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is neither a checkpoint nor a folder of Hugging Face. Give {KINDS}.")
     return _load_checkpoint(path, tokenizer, module, device)

@@ -10,7 +10,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from lightning_lowbit.atomic_files import being_written, put_in_place
-from lightning_lowbit.checks import choose, is_number
+from lightning_lowbit.atomic_files import being_written, named, put_in_place
+from lightning_lowbit.checks import choose, is_number, some
 from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.saved_state import NUMBER, OneOf, check_state, count, is_dense, row, shown
@@ -34,7 +34,7 @@ CHECKPOINT_KEY = "lightning_lowbit"
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
 
-_META = "meta.pt"  # the name that Lightning's strategies use
+_META, _INDEX = "meta.pt", ".metadata"  # the names that Lightning's strategies and torch use
 _OBJECT = re.compile(r"(?i:unsupported global):? (?:GLOBAL )?([\w.]+)")  # in errors of torch.load
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # keys of torch's state
 
@@ -53,11 +53,8 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: s
         raise ValueError(f"A checkpoint is a path, or what torch.load returned; got {checkpoint!r}.")
     path = Path(checkpoint).expanduser()
     if path.is_dir():
+        _check_folder(path)
         path /= _META
-        if not path.exists():
-            raise ValueError(
-                f"{path.parent} is no checkpoint: a folder with one has a file {_META}. Give that, or a file."
-            )
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist.")
     if is_text(path):
@@ -76,6 +73,29 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: s
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, not the mapping that a checkpoint is.")
     return loaded
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises a ``ValueError`` for a folder that is no checkpoint in shards, or a part of one."""
+    if not any(folder.glob("*.distcp")) and not {_META, _INDEX} & {entry.name for entry in folder.iterdir()}:
+        check_no_folder_of(folder)
+        raise ValueError(f"{folder} is no checkpoint: a folder with one has a file {_META}. Give that, or a file.")
+    _check_files(folder, [_META, _INDEX])
+
+
+def check_no_folder_of(folder: Path) -> None:
+    """Raises a ``ValueError`` that names the newest checkpoint in a folder that is none itself."""
+    if folder.is_dir() and (inside := named(folder, ".ckpt")):
+        newest = max(inside, key=lambda path: path.lstat().st_mtime)
+        raise ValueError(f"{folder} is a folder of checkpoints. Give one, such as {newest}.")
+
+
+def _check_files(folder: Path, names: Sequence[str]) -> None:
+    if lacking := [name for name in names if not (folder / name).exists()]:
+        raise ValueError(
+            f"{folder} is damaged: it lacks {some(lacking)}. Copy all of its files, also hidden ones, or give another "
+            "checkpoint."
+        )
 
 
 def is_text(path: Path) -> bool:
@@ -204,8 +224,8 @@ def consolidate(folder: Path, path: Path) -> None:
     Shards may hold objects, whose code runs: the folder must be trusted. A ``ValueError`` says that there are none, or
     that they cannot be read.
     """
-    if not (folder / ".metadata").exists():
-        raise ValueError(f"{folder} is no checkpoint in shards, which is a folder with a file .metadata.")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no checkpoint in shards, which is a folder with a file {_INDEX}.")
     others = load_checkpoint(folder, weights_only=False)
     _Reader(folder).read_metadata()  # raises if it is damaged
     with being_written(path) as partial:
@@ -244,7 +264,7 @@ class _Reader(FileSystemReader):
     """Reads shards within their folder, and runs no code that they name."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
+        path = Path(self.path) / _INDEX
         try:
             with path.open("rb") as file:
                 metadata = _Descriptions(file).load()
@@ -254,6 +274,7 @@ class _Reader(FileSystemReader):
             raise ValueError(f"{path} cannot be read ({error}). Give another checkpoint.") from error
         if entries - {str} or any(PurePath(name).name != name for name in files):
             raise ValueError(f"{path} names files that are not beside it. Give another checkpoint.")
+        _check_files(path.parent, sorted(files))
         metadata.storage_meta = None
         return metadata
 

@@ -77,6 +77,11 @@ def fit(*callbacks, model=None, ckpt_path=None, max_steps=2, **kwargs):
     return trainer
 
 
+def test_a_dry_run_saves_nothing(tmp_path):
+    fit(CrashSafeCheckpoint(tmp_path, save_last=True), fast_dev_run=True)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 class Manual(BoringModel):
     automatic_optimization = False
 

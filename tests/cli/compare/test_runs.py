@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.lab.compare.command import _is_running, environment, runs_of
+from lightning_lowbit.cli.lab.compare.command import _is_running, environment, prepare, runs_of
 from lightning_lowbit.cli.lab.compare.record import markdown
 from lightning_lowbit.cli.lab.compare.study import product
 from lightning_lowbit.units import has_units
@@ -109,6 +109,7 @@ def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
         (["--vary=bf16,bf16"], "The study has the row 'bf16' twice"),
         (["--vary=bf16,other/bf16.yaml"], "The study has the row 'bf16' twice"),
         (["--seeds=1,1"], "The study has the seed '1' twice"),
+        (["--seeds=-1"], "a seed is a whole number, 0 or more and at most 4294967295; got -1"),
         (["--vary=bf17"], "Did you mean 'bf16'?"),
         (["--vary=bf16,nvfp4", "--baseline=bf16+x"], "there is no row 'bf16+x'. Did you mean 'bf16'?"),
         (["--seed_everything=3"], "use --seeds"),
@@ -124,6 +125,41 @@ def test_a_wrong_study_writes_nothing(arguments, line, capsys):
     assert compare(*arguments) == 2
     assert line in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+def begun(*arguments, end="{}"):
+    """A run in a folder that says how it ended."""
+    (run,) = make(arguments=arguments, base=("quickstart", "tiny.yaml"))
+    prepare([run])
+    (run.folder / "run.json").write_text(end)
+    return run
+
+
+def test_a_study_in_another_place_goes_on_there():
+    begun()
+    Path("out").rename("moved")
+    (moved,) = runs_of(product(["quickstart", "tiny.yaml"], (), (), (0,)), Path("moved").absolute(), ())
+    prepare([moved])
+    assert moved.written == moved.content, "the run would write into the folder of before"
+
+
+def test_a_run_without_its_recipe_does_not_count():
+    run = begun()
+    (run.folder / "recipe.yaml").unlink()
+    with pytest.raises(ValueError, match="out/base/seed_0 holds a run without a recipe.yaml. Give another --output"):
+        prepare([run])
+
+
+@pytest.mark.parametrize("end", ["", "[]", "{}", '{"status": "fin'])
+def test_a_damaged_result_is_named(end):
+    with pytest.raises(ValueError, match="out/base/seed_0/run.json is damaged. Remove out/base/seed_0, so that"):
+        begun(end=end).finished()
+
+
+def test_a_dry_run_refuses_runs_of_another_configuration(capsys):
+    begun()
+    assert compare("--dry_run", "--output=out", "--trainer.max_steps=5") == 2
+    assert "out/base/seed_0 holds a run of another configuration" in capsys.readouterr().err
 
 
 @pytest.mark.slow

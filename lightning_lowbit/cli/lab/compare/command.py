@@ -24,7 +24,7 @@ import yaml
 
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
-from lightning_lowbit.checks import nearest
+from lightning_lowbit.checks import integer, nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
 from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.lab.compare.losses import Finished, reduced
@@ -35,6 +35,7 @@ from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import check
 
 _REPORT = "lightning_lowbit.RunReport"
+_LARGEST_SEED = 2**32 - 1  # that NumPy takes
 _SET_BY_COMPARE = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
 
 
@@ -57,7 +58,7 @@ class Run:
         return any(result["begin"] >= result["steps"] for _, result in self._ends())
 
     def _ends(self) -> list[tuple[Path, dict[str, Any]]]:
-        results = [(path, json.loads(path.read_text())) for path in self.folder.rglob("run.json")]
+        results = [(path, _read_end(path)) for path in self.folder.rglob("run.json")]
         return [(path, result) for path, result in results if result["status"] == "finished"]
 
     @property
@@ -65,9 +66,38 @@ class Run:
         """The text of ``recipe.yaml``."""
         return f"# lowbit fit --config recipe.yaml {shlex.join(self.arguments)}\n{self.recipe}"
 
-    def is_as_planned(self) -> bool:
+    @property
+    def written(self) -> str | None:
+        """The text of the ``recipe.yaml`` in the folder, if there is one."""
         path = self.folder / "recipe.yaml"
-        return path.exists() and path.read_text() == self.content
+        return path.read_text() if path.exists() else None
+
+    def is_as_planned(self) -> bool:
+        """Tells whether ``recipe.yaml`` is this run's; the folder may have had another place or name."""
+        written = self.written
+        return written == self.content or (written is not None and _placeless(written) == _placeless(self.content))
+
+
+def _read_end(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        whole = {"steps", "begin", "status", "seconds", "metrics", "history"} <= result.keys()
+    except (ValueError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is damaged. Remove {path.parent}, so that the run is made again.")
+    return result
+
+
+def _placeless(content: str) -> tuple[str, Any]:
+    """Returns the arguments and the configuration of a ``recipe.yaml`` without its folder."""
+    arguments, _, recipe = content.partition("\n")
+    try:
+        config = yaml.safe_load(recipe)
+        config["trainer"].pop("default_root_dir")
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError):  # changed by hand
+        return content, None
+    return arguments, config
 
 
 def compare(options: Namespace) -> int:
@@ -95,6 +125,7 @@ def compare(options: Namespace) -> int:
     if options.pilot:
         chosen = pilot_seeds(study.effects, seeds, study.name)
         runs = [run for run in runs if run.seed in chosen.get(run.row, ())]
+    check_folders(runs)
     todo = [run for run in runs if run.finished() is None]
     print(f"{len(runs)} runs in {output}, {len(runs) - len(todo)} of them finished.")
     if options.dry_run:
@@ -148,6 +179,7 @@ def runs_of(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list
     for row in rows:
         distinct("seed", list(map(str, row.seeds)))
         for seed in row.seeds:
+            integer("a seed", seed, 0, at_most=_LARGEST_SEED)
             folder = output / row.name / f"seed_{seed}"
             recipe = yaml.safe_dump(_run_config(row.config, seed, folder), sort_keys=False)
             runs.append(Run(row.name, seed, folder, recipe, tuple(arguments)))
@@ -169,23 +201,24 @@ def _run_config(config: dict[str, Any], seed: int, folder: Path) -> dict[str, An
     return merge(config, changes)
 
 
-def prepare(runs: Sequence[Run]) -> None:
-    """Writes ``recipe.yaml`` of each run; refuses a folder that holds a run of another configuration."""
-    changed = {}
+def check_folders(runs: Sequence[Run]) -> None:
+    """Raises a ``ValueError`` for a folder that holds a run of another configuration."""
     for run in runs:
         if run.is_as_planned():
             continue
-        path = run.folder / "recipe.yaml"
-        has_begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
-        if path.exists() and has_begun:
-            raise ValueError(
-                f"{run.folder} holds a run of another configuration (see recipe.yaml there). Give another --output, or "
-                "remove that folder."
-            )
-        changed[path] = run.content
-    for path, content in changed.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
+        if any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run):
+            other = "of another configuration (see recipe.yaml there)"
+            which = "without a recipe.yaml" if run.written is None else other
+            raise ValueError(f"{run.folder} holds a run {which}. Give another --output, or remove that folder.")
+
+
+def prepare(runs: Sequence[Run]) -> None:
+    """Writes ``recipe.yaml`` of each run, with its folder of now."""
+    check_folders(runs)
+    for run in runs:
+        if run.written != run.content:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            replace_file(run.folder / "recipe.yaml", run.content)
 
 
 def _is_running(run: Run) -> bool:

@@ -27,7 +27,7 @@ from lightning_lowbit.export.reading.layouts import layers_of
 from lightning_lowbit.metrics import CastStatistics, cast_statistics, levels
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 from lightning_lowbit.patterns import clean_name, select
-from lightning_lowbit.precision.checkpoints.files import FLOATS, load_checkpoint
+from lightning_lowbit.precision.checkpoints.files import FLOATS, check_no_folder_of, load_checkpoint
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
@@ -196,6 +196,7 @@ def _files(path: Path) -> list[Path]:
                 return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{index} does not name the files of weights: save or download it again.") from None
+    check_no_folder_of(path)
     raise ValueError(f"The folder {path} holds neither model.safetensors nor pytorch_model.bin. Give {KINDS}.")
 
 
