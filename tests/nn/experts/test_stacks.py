@@ -336,7 +336,7 @@ def test_plugins_refuse_what_layers_would_before_it_is_in_force():
         FP8Precision("row", exact=True, grouped="native")
     with pytest.raises(ValueError, match="train in bf16"):
         fitted(FP4Precision("nvfp4", compute_dtype="fp32", grouped="native"), Model(), max_steps=1)
-    fitted(plugin := FP8Precision("row", grouped="native"), Model(), max_steps=1)
+    fitted(plugin := FP8Precision("row", grouped="native", compute_dtype="bf16"), Model(), max_steps=1)
     before = plugin.casts_of(STACK)
     with pytest.raises(ValueError, match="grouped='native' does not serve the casts of .* not exact in bfloat16"):
         plugin.set_casts({STACK: "fp8-blockwise"})

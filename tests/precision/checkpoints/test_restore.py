@@ -31,7 +31,7 @@ PLUGINS = {
     "nvfp4": lambda: FP4Precision("nvfp4", overrides={"down_proj": "mxfp8"}, quantize_output=True),
     "fp8-delayed": lambda: FP8Precision("delayed", history=3, smooth_swiglu="channel"),
     "shared": lambda: FP8Precision("current", shared_amax=["gate_proj|up_proj"], compute_dtype="fp32"),
-    "bf16": lambda: LowBitPrecision("bf16"),
+    "bf16": lambda: LowBitPrecision("bf16", compute_dtype="bf16"),
     "stochastic": lambda: LowBitPrecision({"preset": "nvfp4", "fprop_w": {"rounding": "stochastic"}}, seed=3),
 }
 
