@@ -27,6 +27,7 @@ from lightning_lowbit.export.trained_model import _network, read
 from lightning_lowbit.export.weights import fused_groups, matrices, weights
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.units import has_units
 from tests.export.originals import export, language_model
 from tests.golden_vectors import load as golden
 from tests.tables import each
@@ -56,6 +57,9 @@ def test_integers_of_any_width_lie_in_one_stream_of_bits():
 
 
 @pytest.mark.filterwarnings("ignore:transformers computes with a folder of nvfp4-w4a16 in torch.bfloat16 alone")
+@pytest.mark.skipif(
+    not has_units(torch.bfloat16, torch.device("cpu")), reason="outputs in bf16 are equal where the CPU computes it"
+)
 def test_an_exported_folder_is_read_back_with_the_codes_and_the_outputs_of_the_training(trained, tmp_path):
     for casts, format, shared in (
         ("nvfp4", "nvfp4-w4a16", True),
