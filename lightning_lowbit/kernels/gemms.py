@@ -173,6 +173,7 @@ def _run(
         )
     if left.is_stack or right.is_stack:
         _check_stack(left, right, left.ends or (), bias)
+    left, right = _with_scales(left), _with_scales(right)
     if 0 in (left.rows, right.rows, left.inner):
         if left.ends is not None:
             return _products_one_by_one(left, right, bias, dtype, through)
@@ -181,6 +182,18 @@ def _run(
     if left.pixels is not None and not cpp.takes_pixels(left, right):
         left = left.gathered()
     return run(MULTIPLY, left.x, left, right, bias, dtype, through)
+
+
+def _with_scales(operand: CodeOperand) -> CodeOperand:
+    """Packs an operand whose scales depend on other processes: each process reduces them once, whatever code multiplies
+    its part, and also where that is empty."""
+    x, call, factor, _, ends, _ = operand
+    if factor is not None or call.shard is None or ends is not None or x.dim() != 2 or call.stands_alone():
+        return operand
+    operand = operand.gathered()
+    x = operand.x if call.rotation is None else rotate(operand.x, call.rotation, call.dim)
+    data, factor = pack(x, call.cast, call.key, call.amax, None, call.shard, call.dim)
+    return operand._replace(x=data, factor=factor)
 
 
 def _check_stack(left: CodeOperand, right: CodeOperand, ends: tuple[int, ...], bias: Tensor | None) -> None:

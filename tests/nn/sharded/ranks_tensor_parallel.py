@@ -17,7 +17,6 @@ from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.quant.statistics import MAXIMA, SAMPLE, SUMS, merge_statistics_
-from lightning_lowbit.units import has_units
 from tests.distributed.spreads import full
 from tests.launch import refusal
 from tests.nn.layers import pass_through, remember, spied, token_amax, value
@@ -43,8 +42,6 @@ RUNS = {
     f"{name}, {style}, {size}": (CASTS[name], style, sizes, True, False)
     for size, sizes in SIZES.items()
     for name in UNEVEN
-    # In float32, by native GEMMs, processes with other numbers of weights reduce the mean unequally often, and wait.
-    if name != "ternary" or has_units(torch.bfloat16, torch.device("cpu"))
     for style in STYLES
 }
 
