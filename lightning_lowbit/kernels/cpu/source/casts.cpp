@@ -41,7 +41,7 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers
         Out *values = kCodes ? nullptr : (Out *)output.values + start;
         const uint16_t *random = kStochastic ? random_rows->at(row) : nullptr;
         const float *encodes = scales.encode + scales.place(row), *decodes = scales.stored + scales.place(row);
-        auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
+        auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) INLINE {
             if (!kPerBlock && is_tensor) value = value + (value - value);  // infinities become NaN
             value = value * encode;
             value = kStochastic ? round_stochastic(value, grid, lengthen(read<U16>(random + at)))
@@ -50,7 +50,7 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers
             if (kPerBlock) value = value * stored;
             return through ? widen(narrow(value)) : value;
         };
-        auto cast_whole = [&](int64_t at, F32 encode, F32 stored) __attribute__((always_inline)) {
+        auto cast_whole = [&](int64_t at, F32 encode, F32 stored) INLINE {
             F32 value = cast(load(x + at), encode, stored, at);
             if constexpr (kCodes) {
                 put_codes(codes, (uint8_t *)output.values, start + at, code_of(value, grid, codes), kLanes);

@@ -2,33 +2,68 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "panels.h"
 #if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #endif
 
-// x86 multiplies unsigned by signed bytes: the bytes of one side get an offset, and sums start with what it adds, negated.
-#if defined(__AVX2__)
-constexpr int32_t kOffset = 16;
-#else
-constexpr int32_t kOffset = 0;
-#endif
-
 enum Instructions : int32_t { kLoops, kAVX2, kAVXVNNI, kAVX512VNNI, kNEON, kAVX512 };
+
+// Dots are sums of products in each lane: one of 32 bits, or two of 16. add_dots adds those of four elements of both sides.
+// x86 multiplies unsigned by signed bytes: those of the left side have an offset there.
+typedef int16_t I16 __attribute__((vector_size(4 * kLanes)));
+inline I32 add_pairs(I32 dots) { return dots; }
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
 constexpr Instructions kInstructions = kAVX512VNNI;
+typedef I32 Dots;
+inline Dots add_dots(Dots dots, S8 left, S8 right) {
+    return (Dots)_mm512_dpbusd_epi32((__m512i)dots, (__m512i)left, (__m512i)right);
+}
 #elif defined(__AVX512BW__)
 constexpr Instructions kInstructions = kAVX512;
+typedef I16 Dots;
+inline Dots add_dots(Dots dots, S8 left, S8 right) {
+    dots += (Dots)_mm512_maddubs_epi16((__m512i)left, (__m512i)right);
+    return dots;
+}
+inline I32 add_pairs(I16 dots) { return (I32)_mm512_madd_epi16((__m512i)dots, _mm512_set1_epi16(1)); }
 #elif defined(__AVX2__) && defined(__AVXVNNI__)
 constexpr Instructions kInstructions = kAVXVNNI;
+typedef I32 Dots;
+inline Dots add_dots(Dots dots, S8 left, S8 right) {
+    return (Dots)_mm256_dpbusd_avx_epi32((__m256i)dots, (__m256i)left, (__m256i)right);
+}
 #elif defined(__AVX2__)
 constexpr Instructions kInstructions = kAVX2;
+typedef I16 Dots;
+inline Dots add_dots(Dots dots, S8 left, S8 right) {
+    dots += (Dots)_mm256_maddubs_epi16((__m256i)left, (__m256i)right);
+    return dots;
+}
+inline I32 add_pairs(I16 dots) { return (I32)_mm256_madd_epi16((__m256i)dots, _mm256_set1_epi16(1)); }
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr Instructions kInstructions = kNEON;
+typedef I32 Dots;
+inline Dots add_dots(Dots dots, S8 left, S8 right) {
+    return (Dots)vdotq_s32((int32x4_t)dots, (int8x16_t)left, (int8x16_t)right);
+}
 #else
 constexpr Instructions kInstructions = kLoops;
+typedef I32 Dots;
+inline Dots add_dots(Dots dots, S8 left, S8 right) {
+    for (int lane = 0; lane < 4 * kLanes; lane++) dots[lane / 4] += int32_t(left[lane]) * int32_t(right[lane]);
+    return dots;
+}
 #endif
+constexpr bool kHasOffset = kInstructions != kNEON && kInstructions != kLoops;
+
+// Those of 16 bits begin with zeros, and are added to sums of 32 later; the others are these sums.
+constexpr bool kIsShort = std::is_same<Dots, I16>::value;
+constexpr int32_t kMostOfDots = kIsShort ? INT16_MAX : INT32_MAX;
+inline Dots begin_dots(I32 sums) { return kIsShort ? Dots{} : (Dots)sums; }
+inline I32 end_dots(Dots dots, I32 sums) { return kIsShort ? add_pairs(dots) + sums : add_pairs(dots); }
 
 inline S8 repeat_word(const int8_t *source) { return (S8)all_integers(read<int32_t>(source)); }
 
@@ -39,37 +74,5 @@ inline F32 fused_multiply_add(F32 a, F32 b, F32 c) {
 #else
     for (int lane = 0; lane < kLanes; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
     return c;
-#endif
-}
-
-// `start` plus the products of a group of 16 elements: lane by lane those of `left`, between -128 and 127, by those of
-// `right`, between -15 and 15 and with kOffset added. Without VNNI sums of eight products are of 16 bits, which hold them.
-inline I32 add_dots(I32 start, const S8 (&left)[kWords], const S8 (&right)[kWords]) {
-#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
-    __m512i sum = (__m512i)start;
-    for (int i = 0; i < kWords; i++) sum = _mm512_dpbusd_epi32(sum, (__m512i)right[i], (__m512i)left[i]);
-    return (I32)sum;
-#elif defined(__AVX512BW__)
-    __m512i pairs[kWords];
-    for (int i = 0; i < kWords; i++) pairs[i] = _mm512_maddubs_epi16((__m512i)right[i], (__m512i)left[i]);
-    __m512i sums = _mm512_add_epi16(_mm512_add_epi16(pairs[0], pairs[1]), _mm512_add_epi16(pairs[2], pairs[3]));
-    return (I32)_mm512_add_epi32(_mm512_madd_epi16(sums, _mm512_set1_epi16(1)), (__m512i)start);
-#elif defined(__AVX2__) && defined(__AVXVNNI__)
-    __m256i sum = (__m256i)start;
-    for (int i = 0; i < kWords; i++) sum = _mm256_dpbusd_avx_epi32(sum, (__m256i)right[i], (__m256i)left[i]);
-    return (I32)sum;
-#elif defined(__AVX2__)
-    __m256i pairs[kWords];
-    for (int i = 0; i < kWords; i++) pairs[i] = _mm256_maddubs_epi16((__m256i)right[i], (__m256i)left[i]);
-    __m256i sums = _mm256_add_epi16(_mm256_add_epi16(pairs[0], pairs[1]), _mm256_add_epi16(pairs[2], pairs[3]));
-    return (I32)_mm256_add_epi32(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)), (__m256i)start);
-#elif defined(__ARM_FEATURE_DOTPROD)
-    int32x4_t sum = (int32x4_t)start;
-    for (int i = 0; i < kWords; i++) sum = vdotq_s32(sum, (int8x16_t)right[i], (int8x16_t)left[i]);
-    return (I32)sum;
-#else
-    for (int i = 0; i < kWords; i++)
-        for (int lane = 0; lane < 4 * kLanes; lane++) start[lane / 4] += int32_t(left[i][lane]) * int32_t(right[i][lane]);
-    return start;
 #endif
 }

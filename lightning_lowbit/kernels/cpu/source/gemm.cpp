@@ -35,6 +35,7 @@ struct GemmOperand {
     float step;            // of which elements are multiples
     int32_t is_grouped, rotates_apart;  // in a stack: whether it is the rows of groups, and has signs for each product
 
+    int32_t largest() const { return int32_t(numbers->element.max / step); }  // of its codes
     float factor(int64_t row) const { return factors[factor_count > 1 ? row : 0]; }
     F32 factors_from(int64_t row, int count) const { return factor_count > 1 ? load(factors + row, count) : all(*factors); }
 };
@@ -111,52 +112,57 @@ struct Finish {
 // The left operand as tiles read it.
 struct LeftRows {
     const Panels &panels;
-    const int32_t *starts;  // of its groups
     const int32_t *pixels;  // that are its rows, for each place of a window's kernel; null where the panels have them
     int64_t count, groups;
 
     int64_t panel_count() const { return (count + kRows - 1) / kRows; }
 
     // Adds the products of some groups from `begin` on to the sums of a tile: with pixels, of one place of the kernel.
-    template <int kPanels, bool kSingle>
-    void add(int64_t row, int64_t begin, int64_t size, const Reader *right, int64_t step,
+    template <int kStep, int kPanels>
+    void add(int64_t row, int64_t begin, int64_t size, const Columns<kPanels> &right, int64_t step, int64_t most,
              F32 (&sums)[kTileRows][kPanels * kVectors]) const {
         if (!pixels) {
-            const Neighbors rows = {reader(row, begin), starts_of(row, begin)};
-            return add_groups<kPanels, kSingle>(rows, right, size, step, begin > 0, sums);
+            const Neighbors rows = {reader(row, begin)};
+            return add_groups<kStep>(rows, right, size, step, most, begin > 0, sums);
         }
         const int32_t *places = pixels + begin / size * panel_count() * kRows + row;
         Scattered rows;
         for (int r = 0; r < kTileRows; r++) {
             const Reader pixel = reader(places[r], 0);
-            rows.words[r] = pixel.codes, rows.scales[r] = pixel.scales, rows.starts[r] = starts_of(places[r], 0);
+            rows.codes[r] = pixel.codes, rows.scales[r] = pixel.scales;
         }
-        add_groups<kPanels, kSingle>(rows, right, size, step, begin > 0, sums);
+        add_groups<kStep>(rows, right, size, step, most, begin > 0, sums);
     }
     Reader reader(int64_t row, int64_t group) const { return Reader(panels, row / kRows, group).shifted(row % kRows); }
-    const int32_t *starts_of(int64_t row, int64_t group) const {
-        return starts + (row / kRows * panels.groups() + group) * kRows + row % kRows;
-    }
+};
+
+// The right operand as tiles read it.
+struct RightRows {
+    const Panels &panels;
+    const int32_t *starts;  // of its groups
+    int64_t most;           // groups whose products Dots hold
 };
 
 // The product of some panels of the left operand with kPanels of the right one, slice by slice of k.
 template <int kPanels>
-void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const Panels &right, int64_t first, int64_t last,
-                     int64_t panel) {
-    const int64_t above = left.panels.block / kGroup, beside = right.block / kGroup, groups = left.groups;
+void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const RightRows &right, int64_t first,
+                     int64_t last, int64_t panel) {
+    const int64_t above = left.panels.block / kGroup, beside = right.panels.block / kGroup, groups = left.groups;
     const int64_t step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
     const int64_t slice = left.pixels ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
-    const bool is_single = above == 1 && beside == 1;
+    const bool are_alike = above && above == beside && groups % above == 0 && above <= right.most;
     F32 sums[kPanelsAtOnce * kRows / kTileRows][kTileRows][kPanels * kVectors];
     for (int64_t begin = 0; begin < groups; begin += slice) {
         const int64_t count = std::min(slice, groups - begin);
-        const Reader columns[2] = {{right, panel, begin}, {right, panel + kPanels - 1, begin}};
+        const Columns<kPanels> columns(right.panels, right.starts, panel, begin);
         auto *tile = sums;
         for (int64_t row = first * kRows; row < std::min(last * kRows, left.count); row += kTileRows, tile++) {
-            if (is_single)
-                left.add<kPanels, true>(row, begin, count, columns, step, *tile);
+            if (are_alike && step == 1)
+                left.add<1>(row, begin, count, columns, step, right.most, *tile);
+            else if (are_alike && step == 2)
+                left.add<2>(row, begin, count, columns, step, right.most, *tile);
             else
-                left.add<kPanels, false>(row, begin, count, columns, step, *tile);
+                left.add<0>(row, begin, count, columns, step, right.most, *tile);
             if (begin + count < groups) continue;
             for (int r = 0; r < kTileRows && row + r < left.count; r++) finish.put(row + r, (*tile)[r]);
         }
@@ -177,7 +183,7 @@ void prepare(GemmOperand &operand, int which, int threads) {
                 operand.key, operand.amax, operand.rotation, operand.place, nullptr, &operand.panels, threads);
     if (!operand.window) return;
     const int64_t last = operand.panels.rows++;
-    for (int64_t k = 0; k < operand.panels.inner; k += kWords) memset(operand.panels.word(last, k), 0, kWords);
+    for (int64_t k = 0; k < operand.panels.inner; k += kWords) memset(operand.panels.word(last, k), operand.panels.offset, kWords);
     for (int64_t block = 0; block < operand.panels.blocks(); block++) *operand.panels.scale(last, block) = 0;
 }
 
@@ -196,24 +202,26 @@ const int32_t *pixels_of(const Window &window, int64_t stride, int threads) {
 }
 
 void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, int threads) {
+    const int32_t above = left.largest(), beside = right.largest();
+    left.panels.offset = kHasOffset ? above + 1 : 0;  // below zero some codes reach one step further
     prepare(left, 0, threads);
-    right.panels.offset = kOffset;
     prepare(right, 1, threads);
-    const Panels &columns = right.panels;
-    int32_t *starts = memory<int32_t>(left.panels.panels() * left.panels.groups() * kRows, 2);
-    offsets_of(left.panels, starts, threads);
-    LeftRows rows = {left.panels, starts, nullptr, left.panels.rows, columns.groups()};
+    int32_t *starts = memory<int32_t>(right.panels.panels() * right.panels.groups() * kRows, 2);
+    if (kHasOffset) offsets_of(right.panels, left.panels.offset, starts, threads);
+    const int64_t largest = int64_t(above + left.panels.offset) * (beside + 1);
+    const RightRows columns = {right.panels, starts, kMostOfDots / (kGroup / 2 * largest)};
+    LeftRows rows = {left.panels, nullptr, left.panels.rows, right.panels.groups()};
     if (left.window) {
         rows.count = left.window->positions();
         rows.pixels = pixels_of(*left.window, rows.panel_count() * kRows, threads);
     }
     const int64_t down = (rows.panel_count() + kPanelsAtOnce - 1) / kPanelsAtOnce;
-    const int64_t across = (columns.panels() + kTilePanels - 1) / kTilePanels;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows.count * columns.rows * columns.inner > 1 << 16)
+    const int64_t across = (right.panels.panels() + kTilePanels - 1) / kTilePanels;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows.count * right.panels.rows * right.panels.inner > 1 << 16)
     for (int64_t part = 0; part < down * across; part++) {
         const int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panel_count());
         const int64_t panel = part % across * kTilePanels;
-        if (panel + kTilePanels <= columns.panels())
+        if (panel + kTilePanels <= right.panels.panels())
             multiply_panels<kTilePanels>(rows, {left, right, result, panel}, columns, first, last, panel);
         else
             multiply_panels<1>(rows, {left, right, result, panel}, columns, first, last, panel);

@@ -11,8 +11,9 @@
 #include <immintrin.h>
 #endif
 
-// A function that Python calls.
+// A function that Python calls, and one that is part of its callers, whatever its size.
 #define EXPORT extern "C" __attribute__((visibility("default")))
+#define INLINE __attribute__((always_inline))
 
 #if defined(__AVX512BW__)
 constexpr int kLanes = 16;

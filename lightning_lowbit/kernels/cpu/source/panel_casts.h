@@ -10,7 +10,7 @@ namespace {
 
 // Calls body(at, entry) for the vectors of a row, filled up to whole groups; entries are of `width` columns.
 template <bool kWide, class Body>
-__attribute__((always_inline)) inline void for_vectors(int64_t columns, int64_t width, Body body) {
+INLINE inline void for_vectors(int64_t columns, int64_t width, Body body) {
     const int64_t whole = (columns + kGroup - 1) / kGroup * kGroup;
     if (kWide && width == kGroup) {  // unrolled
         for (int64_t at = 0; at < whole; at += kGroup)
@@ -25,7 +25,7 @@ __attribute__((always_inline)) inline void for_vectors(int64_t columns, int64_t 
 
 // Rounds four rows of a strip, of which some may lie behind its end, and writes words of four elements of k.
 template <bool kStochastic, bool kWide, bool kAll, class In>
-__attribute__((always_inline)) inline void round_rows(const Strip<In> &strip, int64_t row, const Scales &scales,
+INLINE inline void round_rows(const Strip<In> &strip, int64_t row, const Scales &scales,
                                                       const CastNumbers &numbers, const RandomRows<In> *random_rows,
                                                       const Panels &panels) {
     const Grid grid = numbers.element;
@@ -41,8 +41,9 @@ __attribute__((always_inline)) inline void round_rows(const Strip<In> &strip, in
         if (kStochastic) random[i] = random_rows->at(row + i);
     }
     int8_t *target = is_across ? panels.word(strip.column, strip.row + row) : panels.word(strip.row + row, strip.column);
-    const S8 offset = S8{} + int8_t(panels.offset);
-    auto put = [&](int64_t at, int64_t entry, auto is_whole) __attribute__((always_inline)) {
+    typedef uint8_t Unsigned __attribute__((vector_size(sizeof(S8))));
+    const Unsigned offset = Unsigned{} + uint8_t(panels.offset);
+    auto put = [&](int64_t at, int64_t entry, auto is_whole) INLINE {
         I32 whole[kWords] = {};
         for (int i = 0; i < kWords; i++) {
             if (!kAll && row + i >= strip.rows) continue;
@@ -51,7 +52,7 @@ __attribute__((always_inline)) inline void round_rows(const Strip<In> &strip, in
             value = kStochastic ? to_grid(value, grid, lengthen(read<U16>(random[i] + at))) : to_grid(value, grid);
             whole[i] = units.of(value);
         }
-        S8 bytes = as_bytes(whole) + offset;  // of four lanes of the first row, then of the second one, ...
+        S8 bytes = (S8)((Unsigned)as_bytes(whole) + offset);  // of four lanes of the first row, then of the second one, ...
         if (is_across) {
             bytes = transposed(bytes);
             memcpy(target + at / kRows * panel_bytes + at % kRows * kWords, &bytes, sizeof bytes);
@@ -60,7 +61,7 @@ __attribute__((always_inline)) inline void round_rows(const Strip<In> &strip, in
                 memcpy(target + (at / kWords + i) * kWordStride, (const char *)&bytes + i * kWords * kWords, kWords * kWords);
         }
     };
-    for_vectors<kWide>(columns, scales.columns_per_entry, [&](int64_t at, int64_t entry) __attribute__((always_inline)) {
+    for_vectors<kWide>(columns, scales.columns_per_entry, [&](int64_t at, int64_t entry) INLINE {
         if (at + kLanes <= columns)
             put(at, entry, std::true_type());
         else

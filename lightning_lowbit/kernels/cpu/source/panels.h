@@ -2,7 +2,7 @@
 //
 // Of 16 rows and 16 elements of k, the first four elements of all rows lie together, then the next four, and so on: four
 // times 64 bytes. Elements are whole numbers, int8, in units of the format's smallest step. Scales are float, 16 rows
-// side by side. Panels are filled up: codes with zeros, or the offset, along k; rows behind the last one may hold anything.
+// side by side. Panels are filled up along k: with zeros, or with the offset; rows behind the last one may hold anything.
 #pragma once
 
 #include "lanes.h"

@@ -27,7 +27,7 @@ T *buffer(size_t size, int which) {
 
 // Sums and differences of vectors 1, 2, 4, ... apart.
 template <int kCount>
-__attribute__((always_inline)) inline void add_vectors(F32 *v) {
+INLINE inline void add_vectors(F32 *v) {
     for (int apart = 1; apart < kCount; apart *= 2)
         for (int i = 0; i < kCount; i += 2 * apart)
             for (int j = i; j < i + apart; j++) {

@@ -87,7 +87,7 @@ struct Walk {
 
 // Calls body(first, lanes) for a vector of elements at a time.
 template <class Body>
-__attribute__((always_inline)) inline void for_lanes(int64_t count, Body body) {
+INLINE inline void for_lanes(int64_t count, Body body) {
     int64_t k = 0;
     for (; k + kLanes <= count; k += kLanes) body(k, kLanes);
     if (k < count) body(k, (int)(count - k));
@@ -171,7 +171,7 @@ void scatter(const Block &b, T *target, const int32_t *picks, const float *buffe
 
 // Calls body(first, count, scale) for what has one scale.
 template <class Body>
-__attribute__((always_inline)) inline void for_scales(const Block &b, Body body) {
+INLINE inline void for_scales(const Block &b, Body body) {
     for (int first = 0, scale = 0; first < b.count; first += kBlockOfFP8, scale++)
         body(first, std::min(b.count - first, kBlockOfFP8), b.scale + scale);
 }

@@ -16,10 +16,10 @@ struct ScaleReader {
     const float *scales;
     int64_t groups;  // of a scale
 
-    template <bool kSingle>
+    template <int kStep>
     const float *at(int64_t group) const {
         static const float ones[kRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-        if (kSingle) return scales + group * kRows;
+        if (kStep) return scales + group / kStep * kRows;
         return scales ? scales + group / groups * kRows : ones;
     }
 };
@@ -41,30 +41,56 @@ struct Reader {
     }
 };
 
-// The rows of a tile, neighbors in a panel, and what the offset of the right operand adds to their sums, negated.
+// Some panels of the right operand, vector by vector, and what the offset of the left one adds to the sums of each group,
+// negated.
+template <int kPanels>
+struct Columns {
+    static constexpr int kCount = kPanels * kVectors;
+    Reader panels[kPanels];
+    const int32_t *starts[kPanels];
+
+    Columns(const Panels &operand, const int32_t *all_starts, int64_t panel, int64_t group)
+        : Columns(operand, all_starts, panel, group, std::make_index_sequence<kPanels>()) {}
+    S8 words(int64_t group, int i, int column) const {
+        return read<S8>(panels[column / kVectors].codes + (group * kWords + i) * kWordStride + column % kVectors * kLanes * kWords);
+    }
+    I32 start(int64_t group, int column) const {
+        return kHasOffset ? read<I32>(starts[column / kVectors] + group * kRows + column % kVectors * kLanes) : I32{};
+    }
+    template <int kStep>
+    F32 scale(int64_t group, int column) const {
+        return load(panels[column / kVectors].scales.template at<kStep>(group) + column % kVectors * kLanes);
+    }
+
+  private:
+    template <size_t... kAt>
+    Columns(const Panels &operand, const int32_t *all_starts, int64_t panel, int64_t group, std::index_sequence<kAt...>)
+        : panels{{operand, panel + int64_t(kAt), group}...},
+          starts{all_starts + ((panel + int64_t(kAt)) * operand.groups() + group) * kRows...} {}
+};
+
+// The rows of a tile, neighbors in a panel.
 struct Neighbors {
     Reader first;
-    const int32_t *starts;
 
-    const int8_t *codes(int row) const { return first.codes + row * kWords; }
-    int32_t start(int row, int64_t group) const { return starts[group * kRows + row]; }
-    template <bool kSingle>
+    S8 word(int row, int64_t group, int i) const {
+        return repeat_word(first.codes + row * kWords + (group * kWords + i) * kWordStride);
+    }
+    template <int kStep>
     float scale(int row, int64_t group) const {
-        return first.scales.at<kSingle>(group)[row];
+        return first.scales.at<kStep>(group)[row];
     }
 };
 
 // The same of rows that lie anywhere.
 struct Scattered {
-    const int8_t *words[kTileRows];
-    const int32_t *starts[kTileRows];
+    const int8_t *codes[kTileRows];
     ScaleReader scales[kTileRows];
 
-    const int8_t *codes(int row) const { return words[row]; }
-    int32_t start(int row, int64_t group) const { return starts[row][group * kRows]; }
-    template <bool kSingle>
+    S8 word(int row, int64_t group, int i) const { return repeat_word(codes[row] + (group * kWords + i) * kWordStride); }
+    template <int kStep>
     float scale(int row, int64_t group) const {
-        return *scales[row].at<kSingle>(group);
+        return *scales[row].at<kStep>(group);
     }
 };
 
@@ -81,70 +107,76 @@ inline F32 in_register(F32 value) {
     return value;
 }
 
-// Adds the products of some groups to the sums of a tile, which begin at 0 unless it continues. `step` groups share scales:
-// one, of both operands, where kSingle. Not inlined, and with loops unrolled early: else GCC keeps sums in memory.
-template <int kPanels, bool kSingle, class Rows>
-__attribute__((noinline)) void add_groups(const Rows &left, const Reader *right, int64_t groups, int64_t step,
-                                          bool continues, F32 (&result)[kTileRows][kPanels * kVectors]) {
-    constexpr int kColumns = kPanels * kVectors;
-    F32 sums[kTileRows][kColumns] = {};  // in registers
-    I32 whole[kTileRows][kColumns] = {};
-    if (continues)
+// Calls body(row, column) for the vectors of some rows. Unrolled early: else GCC keeps sums in memory.
+template <int kCount, int kColumns, class Body>
+INLINE inline void for_sums(Body body) {
 #pragma GCC unroll 8
-        for (int r = 0; r < kTileRows; r++)
+    for (int row = 0; row < kCount; row++)
 #pragma GCC unroll 8
-            for (int column = 0; column < kColumns; column++) sums[r][column] = result[r][column];
-    for (int64_t first = 0; first < groups; first += kSingle ? 1 : step) {
-        const int64_t end = kSingle ? first + 1 : std::min(first + step, groups);
-        F32 scales[kColumns];
-        for (int column = 0; column < kColumns; column++) {
-            const ScaleReader &reader = right[column / kVectors].scales;
-            scales[column] = in_register(load(reader.at<kSingle>(first) + column % kVectors * kLanes));
-        }
-#pragma GCC unroll 2
-        for (int64_t group = first; group < end; group++) {
-            S8 words[kColumns][kWords];
-            for (int column = 0; column < kColumns; column++)
-                for (int i = 0; i < kWords; i++)
-                    words[column][i] = read<S8>(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
-                                                  column % kVectors * kLanes * kWords);
-            for (int r = 0; r < kTileRows; r++) {
-                S8 repeated[kWords];
-                for (int i = 0; i < kWords; i++) repeated[i] = repeat_word(left.codes(r) + (group * kWords + i) * kWordStride);
-                const I32 start = all_integers(left.start(r, group));
-                for (int column = 0; column < kColumns; column++) {
-                    const I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
-                    if (kSingle)
-                        sums[r][column] = scaled(sum, scales[column], left.template scale<true>(r, first), sums[r][column]);
-                    else
-                        whole[r][column] = sum;
-                }
-            }
-        }
-        for (int r = 0; !kSingle && r < kTileRows; r++)
-            for (int column = 0; column < kColumns; column++) {
-                const float scale = left.template scale<false>(r, first);
-                sums[r][column] = scaled(whole[r][column], scales[column], scale, sums[r][column]);
-                whole[r][column] = I32{};
-            }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kTileRows; r++)
-#pragma GCC unroll 8
-        for (int column = 0; column < kColumns; column++) result[r][column] = sums[r][column];
+        for (int column = 0; column < kColumns; column++) body(row, column);
 }
 
-// What the offset of the right operand adds to the sums of each group and row, negated.
-void offsets_of(const Panels &panels, int32_t *starts, int threads) {
+// Adds the products of the groups up to `end`, which share scales: kStep of them, unless it is 0. Dots hold those of `most`
+// groups, and are of some rows at a time, as registers allow.
+template <int kStep, class Rows, class Right, int kColumns = Right::kCount>
+INLINE inline void add_block(const Rows &left, const Right &right, int64_t first, int64_t end, int64_t most,
+                             F32 (&sums)[kTileRows][kColumns]) {
+    constexpr int kPart = kStep || kLanes == 8 ? 1 : kTileRows;
+    F32 scales[kColumns];
+    I32 starts[kColumns];
+    for_sums<1, kColumns>([&](int, int c) INLINE {
+        scales[c] = in_register(right.template scale<kStep>(first, c));
+        starts[c] = right.start(first, c);
+        for (int64_t group = first + 1; group < end; group++) starts[c] += right.start(group, c);
+    });
+#pragma GCC unroll 8
+    for (int row = 0; row < kTileRows; row += kPart) {
+        I32 products[kPart][kColumns];
+        Dots dots[kPart][kColumns];
+        for_sums<kPart, kColumns>([&](int r, int c) INLINE { products[r][c] = starts[c]; });
+        for (int64_t group = first; group < end;) {
+            const int64_t last = kStep ? end : std::min(group + most, end);
+            for_sums<kPart, kColumns>([&](int r, int c) INLINE { dots[r][c] = begin_dots(products[r][c]); });
+#pragma GCC unroll 2
+            for (; group < last; group++)
+#pragma GCC unroll 8
+                for (int i = 0; i < kWords; i++)
+                    for_sums<kPart, kColumns>([&](int r, int c) INLINE {
+                        dots[r][c] = add_dots(dots[r][c], left.word(row + r, group, i), right.words(group, i, c));
+                    });
+            for_sums<kPart, kColumns>([&](int r, int c) INLINE { products[r][c] = end_dots(dots[r][c], products[r][c]); });
+        }
+        for_sums<kPart, kColumns>([&](int r, int c) INLINE {
+            const float scale = left.template scale<kStep>(row + r, first);
+            sums[row + r][c] = scaled(products[r][c], scales[c], scale, sums[row + r][c]);
+        });
+    }
+}
+
+// Adds the products of some groups to the sums of a tile, which begin at 0 unless it continues. `step` groups share scales:
+// kStep, and of both operands, unless it is 0. Not inlined, and with copies of its arguments: else GCC keeps sums in memory.
+template <int kStep, class Rows, class Right, int kColumns = Right::kCount>
+__attribute__((noinline)) void add_groups(Rows left, Right right, int64_t groups, int64_t step, int64_t most,
+                                          bool continues, F32 (&result)[kTileRows][kColumns]) {
+    F32 sums[kTileRows][kColumns] = {};  // in registers
+    if (continues) for_sums<kTileRows, kColumns>([&](int r, int c) INLINE { sums[r][c] = result[r][c]; });
+    if (kStep) step = kStep;
+    for (int64_t first = 0; first < groups; first += step)
+        add_block<kStep>(left, right, first, kStep ? first + kStep : std::min(first + step, groups), most, sums);
+    for_sums<kTileRows, kColumns>([&](int r, int c) INLINE { result[r][c] = sums[r][c]; });
+}
+
+// What an offset of the left operand adds to the sums of each group and row of the right one, negated.
+void offsets_of(const Panels &panels, int32_t offset, int32_t *starts, int threads) {
     const int64_t groups = panels.groups() * panels.panels();
-    const S8 ones[kWords] = {S8{} + 1, S8{} + 1, S8{} + 1, S8{} + 1};
+    const S8 ones = S8{} + 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && groups > 512)
     for (int64_t group = 0; group < groups; group++)
         for (int row = 0; row < kRows; row += kLanes) {
-            S8 words[kWords];
+            Dots dots = begin_dots(I32{});
             for (int i = 0; i < kWords; i++)
-                words[i] = read<S8>(panels.codes + (group * kWords + i) * kWordStride + row * kWords);
-            I32 sums = add_dots(I32{}, words, ones) * -kOffset;
+                dots = add_dots(dots, ones, read<S8>(panels.codes + (group * kWords + i) * kWordStride + row * kWords));
+            const I32 sums = end_dots(dots, I32{}) * -offset;
             memcpy(starts + group * kRows + row, &sums, sizeof sums);
         }
 }
