@@ -58,6 +58,7 @@ VALUES = {
     "huge": lambda x: x * 2.0**40,
     "tiny": lambda x: x * 2.0**-60,
     "zeros": lambda x: x * (torch.rand_like(x) > 0.5) * (torch.rand(len(x), 1) > 0.3),
+    "largest": lambda x: x[:, :1].sign().expand_as(x),  # elements, and one sign in each row
 }
 
 

@@ -34,6 +34,12 @@ def test_a_product_is_that_of_the_plain_code():
         check(product(name, LONG))
 
 
+def test_sums_of_the_largest_elements_are_those_of_the_plain_code():
+    """Where instructions sum in 16 bits these overflow first."""
+    for name in ("mxfp4", "e1m2", "int4", "int2", "int8 by ternary", "blocks on the right"):
+        check(product(name, LONG, 0, "largest"))
+
+
 @pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.slow)])
 def test_a_product_of_pixels_is_that_of_their_patches(count):
     for one in map(products.of_patches, range(count)):
