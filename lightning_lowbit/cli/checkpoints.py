@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbit._lightning import rank_zero_only
+from lightning_lowbit._lightning import rank_zero_only, say_once
 from lightning_lowbit.atomic_files import mend
 from lightning_lowbit.callbacks.recovery.whole_checkpoints import (
     FOREIGN,
@@ -18,6 +18,7 @@ from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.cli.options import check_checkpoint
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.files import is_text, load_checkpoint, state_of
+from lightning_lowbit.precision.run_settings import UNDECIDED
 
 OBJECTS = "If you trust whoever wrote it, give --weights_only false."  # the advice of a refusal
 
@@ -114,4 +115,10 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
     if configured is not None:
         same = {name: getattr(configured, name) for name in ("exact", "backend", "grouped")}
     plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
+    asked = None if configured is None or configured.compute_reason == UNDECIDED else configured.compute_dtype
+    if asked not in (None, plugin.compute_dtype):
+        say_once(
+            f"The checkpoint was trained in {plugin.compute_dtype} and is evaluated in it, not in "
+            f"{asked}, as compute_dtype asks. casts_of_checkpoint=False takes the plugin's options."
+        )
     return {"plugins": [*(other for other in plugins if other is not configured), plugin], "precision": None}

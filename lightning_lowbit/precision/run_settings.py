@@ -45,7 +45,8 @@ _16_TRUE = (
     "for parameters of that width, convert the model before training, as with model.bfloat16()."
 )
 _64 = "the GEMMs of quantized layers have float32 at most. Give 'fp32'."
-AS_TRAINED = "as the checkpoint was trained"  # why a dtype is what it is, which an argument does not change
+# Why a dtype is what it is: an argument does not change it, or none says it.
+AS_TRAINED, UNDECIDED = "as the checkpoint was trained", "until a run decides"
 _FP8 = "FP8 is not for what is left in high precision. FP8Precision quantizes the layers; here give 'auto' or 'bf16'."
 _INSTEAD = {
     "bf16-true": _16_TRUE.format("bf16", "bf16"),
@@ -141,7 +142,7 @@ class ComputeDtype:
         name = _SPELLINGS[spelling]
         self.is_auto, self._is_decided, self.is_followed = name == "auto", False, False
         self.name = "bf16" if self.is_auto else name
-        self.reason = "until a run decides" if self.is_auto else f"as compute_dtype={asked!r} says"
+        self.reason = UNDECIDED if self.is_auto else f"as compute_dtype={asked!r} says"
 
     @property
     def dtype(self) -> torch.dtype:

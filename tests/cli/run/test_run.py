@@ -162,6 +162,17 @@ def test_the_loss_is_that_of_the_training(overlay, capsys):
         assert abs(own - trained) > 1e-4, "the casts of the recipe, on purpose"
 
 
+def test_a_dtype_that_is_not_the_trainings_is_said_not_to_be_taken(capsys, caplog):
+    assert lowbit("--trainer.plugins.init_args.compute_dtype=bf16") == 0
+    option = "--trainer.plugins.init_args.compute_dtype"
+    with caplog.at_level("INFO"):
+        losses = [validated(capsys, option=f"{option}={dtype}") for dtype in ("auto", "bf16")]
+        assert "is evaluated in it" not in caplog.text
+        losses.append(validated(capsys, option=f"{option}=fp32"))
+    assert losses == losses[:1] * 3
+    assert "trained in torch.bfloat16 and is evaluated in it, not in torch.float32" in caplog.text
+
+
 class Begun(Callback):
     """Begins another run in the folder of the first one, before that trains."""
 

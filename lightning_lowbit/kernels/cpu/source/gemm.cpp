@@ -202,13 +202,12 @@ const int32_t *pixels_of(const Window &window, int64_t stride, int threads) {
 }
 
 void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, int threads) {
-    const int32_t above = left.largest(), beside = right.largest();
-    left.panels.offset = kHasOffset ? above + 1 : 0;  // below zero some codes reach one step further
+    left.panels.offset = kHasOffset ? left.largest() + 1 : 0;  // below zero some codes reach one step further
     prepare(left, 0, threads);
     prepare(right, 1, threads);
     int32_t *starts = memory<int32_t>(right.panels.panels() * right.panels.groups() * kRows, 2);
     if (kHasOffset) offsets_of(right.panels, left.panels.offset, starts, threads);
-    const int64_t largest = int64_t(above + left.panels.offset) * (beside + 1);
+    const int64_t largest = int64_t(left.largest() + left.panels.offset) * (right.largest() + 1);
     const RightRows columns = {right.panels, starts, kMostOfDots / (kGroup / 2 * largest)};
     LeftRows rows = {left.panels, nullptr, left.panels.rows, right.panels.groups()};
     if (left.window) {
