@@ -183,7 +183,8 @@ void prepare(GemmOperand &operand, int which, int threads) {
                 operand.key, operand.amax, operand.rotation, operand.place, nullptr, &operand.panels, threads);
     if (!operand.window) return;
     const int64_t last = operand.panels.rows++;
-    for (int64_t k = 0; k < operand.panels.inner; k += kWords) memset(operand.panels.word(last, k), operand.panels.offset, kWords);
+    for (int64_t k = 0; k < operand.panels.inner; k += kWords)
+        memset(operand.panels.word(last, k), operand.panels.offset, kWords);
     for (int64_t block = 0; block < operand.panels.blocks(); block++) *operand.panels.scale(last, block) = 0;
 }
 
@@ -216,7 +217,8 @@ void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, i
     }
     const int64_t down = (rows.panel_count() + kPanelsAtOnce - 1) / kPanelsAtOnce;
     const int64_t across = (right.panels.panels() + kTilePanels - 1) / kTilePanels;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows.count * right.panels.rows * right.panels.inner > 1 << 16)
+    const int64_t work = rows.count * right.panels.rows * right.panels.inner;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && work > 1 << 16)
     for (int64_t part = 0; part < down * across; part++) {
         const int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panel_count());
         const int64_t panel = part % across * kTilePanels;
