@@ -115,10 +115,10 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
     if configured is not None:
         same = {name: getattr(configured, name) for name in ("exact", "backend", "grouped")}
     plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
-    asked = None if configured is None or configured.compute_reason == UNDECIDED else configured.compute_dtype
-    if asked not in (None, plugin.compute_dtype):
+    dtype = None if configured is None or configured.compute_reason == UNDECIDED else configured.compute_dtype
+    if dtype not in (None, plugin.compute_dtype):
         say_once(
             f"The checkpoint was trained in {plugin.compute_dtype} and is evaluated in it, not in "
-            f"{asked}, as compute_dtype asks. casts_of_checkpoint=False takes the plugin's options."
+            f"{dtype}, as compute_dtype asks. casts_of_checkpoint=False takes the plugin's options."
         )
     return {"plugins": [*(other for other in plugins if other is not configured), plugin], "precision": None}

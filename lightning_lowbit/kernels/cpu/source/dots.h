@@ -62,6 +62,7 @@ constexpr bool kHasOffset = kInstructions != kNEON && kInstructions != kLoops;
 // Those of 16 bits begin with zeros, and are added to sums of 32 later; the others are these sums.
 constexpr bool kIsShort = std::is_same<Dots, I16>::value;
 constexpr int32_t kMostOfDots = kIsShort ? INT16_MAX : INT32_MAX;
+constexpr int64_t kProducts = kIsShort ? kGroup / 2 : kGroup;  // of a group in one sum
 inline Dots begin_dots(I32 sums) { return kIsShort ? Dots{} : (Dots)sums; }
 inline I32 end_dots(Dots dots, I32 sums) { return kIsShort ? add_pairs(dots) + sums : add_pairs(dots); }
 

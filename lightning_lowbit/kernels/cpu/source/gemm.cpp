@@ -151,18 +151,16 @@ void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const 
     const int64_t step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
     const int64_t slice = left.pixels ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
     const bool are_alike = above && above == beside && groups % above == 0 && above <= right.most;
+    const auto add = are_alike && step == 1   ? &LeftRows::add<1, kPanels>
+                     : are_alike && step == 2 ? &LeftRows::add<2, kPanels>
+                                              : &LeftRows::add<0, kPanels>;
     F32 sums[kPanelsAtOnce * kRows / kTileRows][kTileRows][kPanels * kVectors];
     for (int64_t begin = 0; begin < groups; begin += slice) {
         const int64_t count = std::min(slice, groups - begin);
         const Columns<kPanels> columns(right.panels, right.starts, panel, begin);
         auto *tile = sums;
         for (int64_t row = first * kRows; row < std::min(last * kRows, left.count); row += kTileRows, tile++) {
-            if (are_alike && step == 1)
-                left.add<1>(row, begin, count, columns, step, right.most, *tile);
-            else if (are_alike && step == 2)
-                left.add<2>(row, begin, count, columns, step, right.most, *tile);
-            else
-                left.add<0>(row, begin, count, columns, step, right.most, *tile);
+            (left.*add)(row, begin, count, columns, step, right.most, *tile);
             if (begin + count < groups) continue;
             for (int r = 0; r < kTileRows && row + r < left.count; r++) finish.put(row + r, (*tile)[r]);
         }
@@ -209,7 +207,7 @@ void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, i
     int32_t *starts = memory<int32_t>(right.panels.panels() * right.panels.groups() * kRows, 2);
     if (kHasOffset) offsets_of(right.panels, left.panels.offset, starts, threads);
     const int64_t largest = int64_t(left.largest() + left.panels.offset) * (right.largest() + 1);
-    const RightRows columns = {right.panels, starts, kMostOfDots / (kGroup / 2 * largest)};
+    const RightRows columns = {right.panels, starts, kMostOfDots / (kProducts * largest)};
     LeftRows rows = {left.panels, nullptr, left.panels.rows, right.panels.groups()};
     if (left.window) {
         rows.count = left.window->positions();

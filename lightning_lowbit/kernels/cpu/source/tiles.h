@@ -29,6 +29,7 @@ struct Reader {
     const int8_t *codes;
     ScaleReader scales;
 
+    Reader() = default;
     Reader(const Panels &panels, int64_t panel, int64_t group = 0)
         : codes(panels.codes + (panel * panels.groups() + group) * kRows * kGroup),
           scales{panels.block ? panels.scales + (panel * panels.blocks() + group * kGroup / panels.block) * kRows : nullptr,
@@ -49,8 +50,12 @@ struct Columns {
     Reader panels[kPanels];
     const int32_t *starts[kPanels];
 
-    Columns(const Panels &operand, const int32_t *all_starts, int64_t panel, int64_t group)
-        : Columns(operand, all_starts, panel, group, std::make_index_sequence<kPanels>()) {}
+    Columns(const Panels &operand, const int32_t *all_starts, int64_t panel, int64_t group) {
+        for (int i = 0; i < kPanels; i++) {
+            panels[i] = Reader(operand, panel + i, group);
+            starts[i] = all_starts + ((panel + i) * operand.groups() + group) * kRows;
+        }
+    }
     S8 words(int64_t group, int i, int column) const {
         return read<S8>(panels[column / kVectors].codes + (group * kWords + i) * kWordStride + column % kVectors * kLanes * kWords);
     }
@@ -61,12 +66,6 @@ struct Columns {
     F32 scale(int64_t group, int column) const {
         return load(panels[column / kVectors].scales.template at<kStep>(group) + column % kVectors * kLanes);
     }
-
-  private:
-    template <size_t... kAt>
-    Columns(const Panels &operand, const int32_t *all_starts, int64_t panel, int64_t group, std::index_sequence<kAt...>)
-        : panels{{operand, panel + int64_t(kAt), group}...},
-          starts{all_starts + ((panel + int64_t(kAt)) * operand.groups() + group) * kRows...} {}
 };
 
 // The rows of a tile, neighbors in a panel.
