@@ -11,20 +11,26 @@ import torch
 SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 
-def each(names, rows):
+def each(names, rows, fast=None):
     """``@pytest.mark.parametrize`` in one test, which ends with the first row that fails and names it.
 
     Each row starts with the same seed and with nothing patched by ``monkeypatch``. All else that fixtures give is of
     the whole test: a row leaves nothing there.
+
+    Args:
+        fast: the number of rows, spread over the table, that the test goes through; a slow test goes through the others.
+            None for all.
     """
     columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     cases = [dict(zip(columns, _values(row, len(columns)), strict=True)) for row in rows]
     assert cases, f"no rows of {names}"
+    chosen = range(len(cases)) if fast is None else [number * len(cases) // fast for number in range(fast)]
+    few, others = [cases[i] for i in chosen], [case for i, case in enumerate(cases) if i not in chosen]
 
     def decorate(test):
         @wraps(test)
-        def go_through(**given):
-            for case in cases:
+        def go_through(cases_of_test=few, **given):
+            for case in cases_of_test:
                 SEED(0)
                 with ExitStack() as row:
                     if "monkeypatch" in given:
@@ -37,8 +43,13 @@ def each(names, rows):
 
         signature = inspect.signature(test)
         rest = [argument for name, argument in signature.parameters.items() if name not in columns]
-        go_through.__signature__ = signature.replace(parameters=rest)
-        return go_through
+        if fast is None:
+            go_through.__signature__ = signature.replace(parameters=rest)
+            return go_through
+        part = inspect.Parameter("cases_of_test", inspect.Parameter.KEYWORD_ONLY)
+        go_through.__signature__ = signature.replace(parameters=[*rest, part])
+        parts = pytest.param(few, id="some"), pytest.param(others, id="others", marks=pytest.mark.slow)
+        return pytest.mark.parametrize("cases_of_test", parts)(go_through)
 
     return decorate
 
