@@ -18,7 +18,7 @@ def each(names, rows, fast=None):
     the whole test: a row leaves nothing there.
 
     Args:
-        fast: the number of rows, spread over the table, that the test goes through; a slow test goes through the others.
+        fast: the number of rows, spread over the table, that the test goes through; a slow one has the rest.
             None for all.
     """
     columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
