@@ -1,5 +1,7 @@
 """An optimizer with checked options that loads only states with which it can go on."""
 
+import difflib
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, ClassVar
@@ -44,6 +46,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check_names(param_group)
+        self._doubt_names(param_group)
         super().add_param_group(param_group)
         self._remember_parameters()
 
@@ -59,6 +62,16 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for name in param_group:
             if name in OPTIONS and name not in self.defaults:
                 raise ValueError(f"{type(self).__name__} has no option {name}: leave it out of the group.")
+
+    def _doubt_names(self, param_group: Mapping[str, Any]) -> None:
+        """Warns of names that are spelled nearly as an option is. All others are of whoever made the group."""
+        for name in param_group.keys() - self.defaults.keys():
+            if meant := difflib.get_close_matches(name, self.defaults, 1, cutoff=0.8):
+                warnings.warn(
+                    f"{type(self).__name__} has no option {name}, and leaves it in the group unread. Did you mean "
+                    f"{meant[0]}?",
+                    stacklevel=4,
+                )
 
     def _remember_parameters(self) -> None:
         self._known = frozenset(id(parameter) for group in self.param_groups for parameter in group["params"])

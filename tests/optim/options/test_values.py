@@ -146,6 +146,28 @@ def test_options_that_do_not_fit_are_refused(kind, dtype, option, words):
     assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
 
 
+@each(
+    "kind, name, meant",
+    [
+        (StableSPAM, "weight_decy", "weight_decay"),
+        (LowBitAdamW, "lrr", "lr"),
+        (Adaptive, "beta", "betas"),  # of the wrapped AdamW
+        (Adaptive, "norm_clips", "norm_clip"),
+    ],
+)
+def test_a_misspelled_option_of_a_group_is_said_and_the_notes_of_others_are_not(kind, name, meant):
+    notes = {"name": "head", "lr_scale": 0.5, "layer_id": 3, "initial_lr": 0.1}
+    groups = [[{"params": [Parameter(torch.ones(2, 2))], **notes, **typo}] for typo in ({}, {name: 0.1})]
+
+    def build(groups):
+        return kind(torch.optim.AdamW(groups) if kind is Adaptive else groups)
+
+    optimizer = build(groups[0])
+    for add in (build, lambda groups: optimizer.add_param_group({**groups[0], "params": [Parameter(torch.ones(2))]})):
+        with pytest.warns(UserWarning, match=f"{kind.__name__} has no option {name}.*Did you mean {meant}"):
+            add(groups[1])
+
+
 @each("option, dtype", [({"moments": "fp8"}, torch.float64), ({"master_weights": "fp16"}, torch.float32)])
 def test_a_model_of_another_dtype_since_is_refused(option, dtype):
     """As that of Fabric's setup with 64-true, which comes after the optimizer."""
