@@ -8,18 +8,18 @@
 
 namespace {
 
-// Calls body(at, entry) for the vectors of a row, filled up to whole groups; entries are of `width` columns.
+// Calls body(at, stop, entry) for columns of one entry, of `width` columns, or of a vector where each has its own.
 template <bool kWide, class Body>
-INLINE inline void for_vectors(int64_t columns, int64_t width, Body body) {
-    const int64_t whole = (columns + kGroup - 1) / kGroup * kGroup;
-    if (kWide && width == kGroup) {  // unrolled
-        for (int64_t at = 0; at < whole; at += kGroup)
-            for (int part = 0; part < kGroup; part += kLanes) body(at + part, at / kGroup);
+INLINE inline void for_entries(int64_t at, int64_t end, int64_t width, Body body) {
+    if (kWide && width == kGroup) {  // as many as the compiler knows
+        for (; at < end; at += kGroup) body(at, at + kGroup, at / kGroup);
     } else if (kWide) {
-        for (int64_t at = 0, entry = 0; at < whole; entry++)
-            for (int64_t end = width < whole - at ? at + width : whole; at < end; at += kLanes) body(at, entry);
+        for (int64_t entry = at / width, stop; at < end; at = stop, entry++) {
+            stop = width < end - entry * width ? (entry + 1) * width : end;
+            body(at, stop, entry);
+        }
     } else {
-        for (int64_t at = 0; at < whole; at += kLanes) body(at, at);
+        for (; at < end; at += kLanes) body(at, at + kLanes, at);
     }
 }
 
@@ -43,12 +43,12 @@ INLINE inline void round_rows(const Strip<In> &strip, int64_t row, const Scales 
     int8_t *target = is_across ? panels.word(strip.column, strip.row + row) : panels.word(strip.row + row, strip.column);
     typedef uint8_t Unsigned __attribute__((vector_size(sizeof(S8))));
     const Unsigned offset = Unsigned{} + uint8_t(panels.offset);
-    auto put = [&](int64_t at, int64_t entry, auto is_whole) INLINE {
+    auto put = [&](int64_t at, const F32(&factors)[kWords], auto is_whole) INLINE {
         I32 whole[kWords] = {};
         for (int i = 0; i < kWords; i++) {
             if (!kAll && row + i >= strip.rows) continue;
             F32 value = is_whole ? load(x[i] + at) : load(x[i] + at, int(std::max<int64_t>(columns - at, 0)));
-            value = clamp_numbers(value * (kWide ? all(encodes[i][entry]) : load(encodes[i] + entry)), grid.max);
+            value = clamp_numbers(value * factors[i], grid.max);
             value = kStochastic ? to_grid(value, grid, lengthen(read<U16>(random[i] + at))) : to_grid(value, grid);
             whole[i] = units.of(value);
         }
@@ -61,12 +61,17 @@ INLINE inline void round_rows(const Strip<In> &strip, int64_t row, const Scales 
                 memcpy(target + (at / kWords + i) * kWordStride, (const char *)&bytes + i * kWords * kWords, kWords * kWords);
         }
     };
-    for_vectors<kWide>(columns, scales.columns_per_entry, [&](int64_t at, int64_t entry) INLINE {
-        if (at + kLanes <= columns)
-            put(at, entry, std::true_type());
-        else
-            put(at, entry, std::false_type());
-    });
+    auto put_columns = [&](int64_t begin, int64_t end, auto is_whole) INLINE {
+        for_entries<kWide>(begin, end, scales.columns_per_entry, [&](int64_t at, int64_t stop, int64_t entry) INLINE {
+            F32 factors[kWords] = {};
+            for (int i = 0; i < kWords && (kAll || row + i < strip.rows); i++)
+                factors[i] = kWide ? all(encodes[i][entry]) : load(encodes[i] + entry);
+            for (; at < stop; at += kLanes) put(at, factors, is_whole);
+        });
+    };
+    const int64_t whole = columns / kGroup * kGroup;
+    put_columns(0, whole, std::true_type());
+    if (whole < columns) put_columns(whole, whole + kGroup, std::false_type());  // filled up to a group
 }
 
 template <bool kStochastic, bool kWide, class In>
@@ -85,21 +90,25 @@ void round_to_panels(const Strip<In> &strip, const Scales &scales, const CastNum
 template <class In>
 void put_panel_scales(const Strip<In> &strip, const Scales &scales, const Panels &panels) {
     const int64_t width = scales.columns_per_entry;
+    const int64_t blocks = panels.blocks(), first = (panels.dim ? strip.column : strip.row) / panels.block;
+    float *scales_of_k = panels.scales + first * kRows;  // of the first panel's first row
     if (panels.dim == 0) {
-        for (int64_t row = 0; row < strip.rows; row += panels.block) {
+        for (int64_t row = 0; row < strip.rows; row += panels.block, scales_of_k += kRows) {
             const float *entries = scales.stored + scales.place(row);
-            for (int64_t at = 0; at < strip.columns; at += kLanes) {
+            for (int64_t column = strip.column, at = 0; at < strip.columns; at += kLanes, column += kLanes) {
                 F32 stored = width == 1 ? load(entries + at) : all(entries[at / width]);
-                memcpy(panels.scale(strip.column + at, (strip.row + row) / panels.block), &stored, sizeof stored);
+                store(scales_of_k + column / kRows * blocks * kRows + column % kRows, stored);
             }
         }
         return;
     }
-    for (int64_t row = 0; row < strip.rows; row++) {
-        float *target = panels.scale(strip.row + row, strip.column / panels.block);
-        const float *stored = scales.stored + scales.place(row);
-        for (int64_t at = 0; at < strip.columns; at += panels.block, target += kRows, stored += panels.block / width)
-            *target = *stored;
+    const int64_t count = (strip.columns + panels.block - 1) / panels.block, step = panels.block / width;
+    for (int64_t i = 0; i < strip.rows; i++) {
+        const int64_t row = strip.row + i;
+        float *target = scales_of_k + row / kRows * blocks * kRows + row % kRows;
+        const float *stored = scales.stored + scales.place(i);
+#pragma GCC unroll 4
+        for (int64_t block = 0; block < count; block++) target[block * kRows] = stored[block * step];
     }
 }
 

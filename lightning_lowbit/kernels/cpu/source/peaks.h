@@ -12,36 +12,64 @@ constexpr int64_t kPanel = 512;  // columns that fit a cache, eight rows of them
 constexpr int64_t kRow = 2048;   // the same, one row of them
 
 // Neighbors compared: lane i has the larger of lanes 2i and 2i + 1 of `a` followed by `b`.
-inline I32 larger_of_pairs(I32 a, I32 b) { return larger(every<0, 2>(a, b, Lanes()), every<1, 2>(a, b, Lanes())); }
 inline U16x2 larger_of_pairs(U16x2 a, U16x2 b) {
     using Halves = std::make_index_sequence<2 * kLanes>;
     U16x2 even = every<0, 2>(a, b, Halves()), odd = every<1, 2>(a, b, Halves());
     return larger(even, odd);
 }
 
+// The same within each 128 bits of both, and of neighboring 128 bits: AVX2 takes an instruction for either choice of lanes.
+template <size_t... kAt>
+inline I32 larger_within(F32 a, F32 b, std::index_sequence<kAt...>) {
+    F32 even = __builtin_shufflevector(a, b, (int(kAt) / 4 * 4 + int(kAt) % 2 * 2 + int(kAt) / 2 % 2 * kLanes)...);
+    F32 odd = __builtin_shufflevector(a, b, (int(kAt) / 4 * 4 + int(kAt) % 2 * 2 + int(kAt) / 2 % 2 * kLanes + 1)...);
+    return larger((I32)even, (I32)odd);
+}
+template <size_t... kAt>
+inline I32 larger_across(I32 a, I32 b, std::index_sequence<kAt...>) {
+    I32 even = __builtin_shufflevector(a, b, (int(kAt) / 4 * 8 + int(kAt) % 4)...);
+    I32 odd = __builtin_shufflevector(a, b, (int(kAt) / 4 * 8 + int(kAt) % 4 + 4)...);
+    return larger(even, odd);
+}
+
 // Lane i has the largest lane of vector i, of as many as there are lanes.
 inline I32 largest_lanes(I32 *vectors) {
     for (int count = kLanes / 2; count > 0; count /= 2)
-        for (int i = 0; i < count; i++) vectors[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
+        for (int i = 0; i < count; i++)
+            vectors[i] = kLanes / count <= 4 ? larger_within((F32)vectors[2 * i], (F32)vectors[2 * i + 1], Lanes())
+                                             : larger_across(vectors[2 * i], vectors[2 * i + 1], Lanes());
     return vectors[0];
 }
 
-// The same for neighboring blocks of 2 * kVectors bfloat16 numbers each, whose upper bits are enough.
-template <int kVectors>
+// Lane i has the largest magnitude of block i, of neighboring ones of kWidth numbers; of bfloat16 the upper bits are enough.
+template <int kWidth>
 inline I32 largest_of_blocks(const BF16 *x) {
-    U16x2 vectors[kVectors];
-    for (int i = 0; i < kVectors; i++) vectors[i] = read<U16x2>(x + i * 2 * kLanes) & 0x7fff;
-    for (int count = kVectors / 2; count > 0; count /= 2)
+    U16x2 vectors[kWidth / 2];
+    for (int i = 0; i < kWidth / 2; i++) vectors[i] = read<U16x2>(x + i * 2 * kLanes) & 0x7fff;
+    for (int count = kWidth / 4; count > 0; count /= 2)
         for (int i = 0; i < count; i++) vectors[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
     U32 pairs = (U32)vectors[0];
     return larger((I32)(pairs << 16), (I32)(pairs & 0xffff0000u));
+}
+template <int kWidth>
+inline I32 largest_of_blocks(const float *x) {
+    I32 vectors[kLanes];
+    for (int i = 0; i < kLanes; i++, x += kWidth) {
+        vectors[i] = (I32)magnitude(load(x));
+        for (int at = kLanes; at < kWidth; at += kLanes) vectors[i] = larger(vectors[i], (I32)magnitude(load(x + at)));
+    }
+    return largest_lanes(vectors);
 }
 
 // Magnitudes as integers have the order of the numbers, with infinity and NaN above.
 template <class In>
 inline I32 peak_of_column(const In *x, int64_t stride, int64_t rows, int count) {
     I32 peak = {};
-    for (int64_t row = 0; row < rows; row++) peak = larger(peak, (I32)magnitude(load(x + row * stride, count)));
+    if (count == kLanes)
+#pragma GCC unroll 4
+        for (int64_t row = 0; row < rows; row++) peak = larger(peak, (I32)magnitude(load(x + row * stride)));
+    else
+        for (int64_t row = 0; row < rows; row++) peak = larger(peak, (I32)magnitude(load(x + row * stride, count)));
     return peak;
 }
 

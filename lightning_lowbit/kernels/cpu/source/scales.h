@@ -72,16 +72,14 @@ void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
     } else if (width % kLanes == 0) {
         int64_t blocks = (strip.columns + width - 1) / width;
         for (int64_t block = 0; block < blocks; block += kLanes) {
-            I32 of_blocks[kLanes] = {};
             int64_t end = (block + kLanes) * width;
-            if constexpr (std::is_same<In, BF16>::value) {
-                if (end <= strip.columns && strip.rows == 1 && (width == 16 || width == 32)) {
-                    const In *x = strip.x + block * width;
-                    I32 largest = width == 16 ? largest_of_blocks<8>(x) : largest_of_blocks<16>(x);
-                    memcpy(peaks + block, &largest, sizeof largest);
-                    continue;
-                }
+            if (end <= strip.columns && strip.rows == 1 && (width == 16 || width == 32)) {
+                const In *x = strip.x + block * width;
+                I32 largest = width == 16 ? largest_of_blocks<16>(x) : largest_of_blocks<32>(x);
+                memcpy(peaks + block, &largest, sizeof largest);
+                continue;
             }
+            I32 of_blocks[kLanes] = {};
             if (end <= strip.columns) {
                 for (int64_t row = 0; row < strip.rows; row++)
                     for (int i = 0; i < kLanes; i++)
