@@ -50,6 +50,13 @@ def trusted(folder: Path) -> Iterator[Path]:
 
 def read_trusted(path: Path) -> bytes:
     """Reads a file in a trusted folder; a link, or a file that others own or can write, is an ``OSError``."""
+    try:
+        return _read_once(path)
+    except FileNotFoundError:  # or another process has replaced it between the two steps
+        return _read_once(path)
+
+
+def _read_once(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
         _check(path, descriptor)

@@ -20,9 +20,11 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.compilation import inform
@@ -156,33 +158,34 @@ def _bound(path: Path) -> ctypes.CDLL:
 
 def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
     """Compiles all sources into a file of a trusted folder, which appears there whole and loads, or not at all."""
-    compiler, sources = _compiler(), sorted(str(path.resolve()) for path in SOURCE.glob("*.cpp"))
+    compiler = _compiler()
     inform("lightning_lowbit compiles its C++ kernels, once on this machine: this takes some seconds.")
-    with being_written(folder / f"{_name()}.so") as partial:
+    with being_written(folder / f"{_name()}.so") as file:
         for extra in _EXTRAS:
-            command = [*compiler, *FLAGS, *extra, *sources, "-o", partial.name]
             # The folder's path is one of this process: the compiler starts within the folder.
-            result = subprocess.run(
-                command,
-                cwd=folder,
-                pass_fds=inherited,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=600,
-            )
+            result = _compile([*compiler, *FLAGS, *extra], file.name, cwd=folder, pass_fds=inherited)
             if result.returncode == 0:
                 break
         else:
             lines = result.stderr.strip().splitlines()
             raise RuntimeError(f"{compiler[0]} failed: {[f'status {result.returncode}', *lines][-1]}")
         try:
-            kernels = _bound(partial)
+            kernels = _bound(file)
         except OSError as error:
             raise RuntimeError(f"{compiler[0]} made no library that loads: {error}") from None
-        partial.chmod(0o755)
-        put_in_place(partial, _named(folder, partial.read_bytes()))
+        file.chmod(0o755)
+        put_in_place(file, _named(folder, file.read_bytes()))
     return kernels
+
+
+def _compile(command: list[str], target: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Compiles the sources side by side, and links them. Returns the last process, or the first one that failed."""
+    run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=600, **options)
+    with tempfile.TemporaryDirectory(prefix="lightning_lowbit_") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = {source: os.path.join(folder, f"{source.stem}.o") for source in sorted(SOURCE.glob("*.cpp"))}
+        steps = [[*command, "-c", str(source.resolve()), "-o", file] for source, file in objects.items()]
+        failures = [result for result in pool.map(run, steps) if result.returncode != 0]
+        return failures[0] if failures else run([*command, *objects.values(), "-o", target])
 
 
 def _compiler() -> list[str]:
@@ -223,12 +226,12 @@ def write_figures(name: str, figures: Mapping[str, float]) -> None:
     Examples:
         >>> write_figures("torch2.13.0-2", {"seconds": 0.002})
     """
-    with contextlib.suppress(*_NO_FILE):
-        file = f"{_name()}-{name}.json"
-        with trusted(_folder()) as folder, being_written(folder / file) as partial:
-            partial.write_text(json.dumps({field: float(figure) for field, figure in figures.items()}))
-            partial.chmod(0o644)
-            put_in_place(partial, folder / file)
+    with contextlib.suppress(*_NO_FILE), trusted(_folder()) as folder:
+        path = folder / f"{_name()}-{name}.json"
+        with being_written(path) as file:
+            file.write_text(json.dumps({field: float(figure) for field, figure in figures.items()}))
+            file.chmod(0o644)
+            put_in_place(file, path)
 
 
 def read_figures(name: str, fields: Sequence[str]) -> dict[str, float] | None:

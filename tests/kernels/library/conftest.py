@@ -27,9 +27,9 @@ def whole():
 
 @pytest.fixture
 def compiler(whole, tmp_path, monkeypatch):
-    """A stand-in for the compiler, which copies the library, and writes down that it was called."""
-    path = tmp_path / "compiler"
-    path.write_text(f'#!/bin/sh\nfor last; do :; done\necho >> {tmp_path}/calls\ncp {whole} "$last"\n')
+    """A stand-in for the compiler, which copies the library, and writes down that it linked."""
+    path, counts = tmp_path / "compiler", f'case " $* " in *" -c "*) ;; *) echo >> {tmp_path}/calls;; esac'
+    path.write_text(f'#!/bin/sh\nfor last; do :; done\n{counts}\ncp {whole} "$last"\n')
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     return path

@@ -108,6 +108,20 @@ def test_a_library_that_another_process_has_just_removed_is_not_damaged(tmp_path
             files._check(path, file.fileno())
 
 
+def test_a_file_that_another_process_replaces_while_it_is_opened_is_read_again(cache, monkeypatch):
+    write_figures("2-threads", FIGURES)
+    opened, replacements = os.open, [FIGURES]
+
+    def open_and_replace(path, *arguments, **options):
+        descriptor = opened(path, *arguments, **options)
+        if replacements and str(path).endswith(".json"):
+            write_figures("2-threads", replacements.pop())
+        return descriptor
+
+    monkeypatch.setattr(files.os, "open", open_and_replace)
+    assert read_figures("2-threads", FIELDS) == FIGURES and not replacements
+
+
 def test_a_lock_file_that_is_a_link_leads_nowhere(cache, compiler, unloaded):
     victim = Path("victim").absolute()
     victim.write_text("precious")

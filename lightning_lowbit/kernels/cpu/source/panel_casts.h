@@ -11,7 +11,7 @@ namespace {
 // Calls body(at, stop, entry) for columns of one entry, of `width` columns, or of a vector where each has its own.
 template <bool kWide, class Body>
 INLINE inline void for_entries(int64_t at, int64_t end, int64_t width, Body body) {
-    if (kWide && width == kGroup) {  // as many as the compiler knows
+    if (kWide && width == kGroup) {  // so many that the compiler knows
         for (; at < end; at += kGroup) body(at, at + kGroup, at / kGroup);
     } else if (kWide) {
         for (int64_t entry = at / width, stop; at < end; at = stop, entry++) {
