@@ -151,6 +151,7 @@ SECOND_IN_HP = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
         (lambda: TernaryPrecision(**SECOND_IN_HP), {"float8": 8e4, "float32": 1e4}, None),
         (lambda: FP4Precision(**SECOND_IN_HP), {"int8": 8e4, "float32": 1e4}, 2),  # GEMMs of codes
     ],
+    fast=3,
 )
 def test_native_gemms_have_the_peak_of_their_kind(clock, make, peaks, native):
     """Of two layers of one size the first is native; no gradient of its input is needed."""

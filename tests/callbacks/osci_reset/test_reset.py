@@ -108,6 +108,7 @@ def test_weights_stored_the_other_way_round():
         ({"window": 4, "every": 4}, [4, 8, 12, 16, 20, 24, 28]),
         ({}, []),
     ],
+    fast=2,
 )
 def test_windows(arguments, ends):
     """A window ends after ``window`` optimizer steps, whatever the epochs, and that is when it is logged."""

@@ -204,10 +204,11 @@ def loader_of(data):
     [
         (BoringModel, lambda: loader_of(Endless()), 3, True),
         (BoringModel, lambda: loader_of(Endless()), 8, False),
+        (BoringModel, Loader, 3, False),
         (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 8, True),  # after four batches
         (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 16, False),
-        (BoringModel, Loader, 3, False),
     ],
+    fast=3,
 )
 def test_data_that_begin_anew_within_an_epoch_get_a_warning(model, data, step, warns, tmp_path):
     folder = tmp_path / f"{model.__name__}, {step}, {data is Loader}"
@@ -253,7 +254,7 @@ class Waits(BoringModel):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
-@each("saves, step", [({"every_n_train_steps": 1}, 7), ({"every_n_train_steps": 1}, 12), ({}, 12)])
+@each("saves, step", [({"every_n_train_steps": 1}, 7), ({"every_n_train_steps": 1}, 12), ({}, 12)], fast=1)
 def test_what_monitors_a_validation_goes_on_with_its_metric(saves, step, tmp_path):
     """Within an epoch; at its end, behind the validation; and behind the end."""
 

@@ -58,7 +58,7 @@ def test_averaged_over_the_last_measurements():
     assert ratios(averaged)[0] == ratios(single)[0] != ratios(averaged)[1]
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_not_averaged_over_a_switch(kind):
     """In finetuning nothing is measured; back in training the window is that of other weights."""
     monitor, single = GradientNoiseMonitor(1, kind, average=5), GradientNoiseMonitor(1, kind, average=1)
@@ -148,6 +148,7 @@ def frozen_in_part(net):
         *((kind, frozen_in_part, ["net.0", "net.2"]) for kind in KINDS),
         *((kind, frozen, []) for kind in KINDS),
     ],
+    fast=2,
 )
 def test_weights_that_are_shared_or_frozen(kind, change, layers):
     model, monitor = Model(), GradientNoiseMonitor(1, kind, layers=["net.*"])
@@ -161,7 +162,7 @@ def test_weights_that_are_shared_or_frozen(kind, change, layers):
     assert set(model.calls.values()) == {1}, "a draw for nothing"
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
     """The backward pass computes in fp16, where powers of two change no digit; nor do scales that change on the way."""
 
@@ -182,7 +183,7 @@ def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
     assert found[2] == pytest.approx(found[0], rel=rel)
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_an_overflow_is_no_measurement(kind):
     monitor = GradientNoiseMonitor(1, kind, average=2)
     plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=torch.amp.GradScaler("cpu", 2.0**24), seed=2)

@@ -11,6 +11,7 @@ from tests.tables import each
 BOUNDS = {"falls": 3, "within": 4}
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("make", [conservative, torchs])
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
 def test_too_many_falls(make, plugin):
@@ -68,6 +69,7 @@ def test_a_static_scale_is_at_no_bound_and_counts_overflows(plugin):
         (lambda: torchs(init_scale=2.0, growth_interval=100), 1),
         (lambda: torchs(init_scale=1.0, growth_interval=100), 1),  # falls below 1, where it has no floor
     ],
+    fast=2,
 )
 def test_the_floor(make, floor):
     first = 2 if make().get_scale() > floor else 1  # the first step at the floor

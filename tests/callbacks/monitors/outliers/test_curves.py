@@ -96,6 +96,7 @@ def test_an_input_by_keyword():
     assert found[1]["kurtosis/lm_head"] == pytest.approx(float(wanted.kurtosis), rel=1e-5)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_computing_activations_again_changes_no_value(reentrant):
     def again(mlp, x):

@@ -71,11 +71,11 @@ INT2 = partial(LowBitPrecision, "int2")
     (heavy_tailed, {"plugin": LOW}, "step 1: 97.9% of its weight are 0, where 27.0% are expected.*a factor of 0.866 "
      r"\(zeros_tolerance=0.15\)"),
     (heavy_tailed, {"plugin": TernaryPrecision, "zeros_tolerance": 0.9}, None),
-    (heavy_tailed, {"plugin": INT2}, None),  # its scale is not made of the mean: nothing is expected, and none is 0
     # Counted from the first look, in optimizer steps, for each layer; of a frozen layer nothing is expected.
     (None, {"no_flips_for": 3, "steps": 8, "every": 2, "accumulate": 2}, "step 6: no code of its weight has changed in "
      r"a logged step for 4 optimizer steps \(no_flips_for=3\). Look at its gradient and learning rate"),
-])  # fmt: skip
+    (heavy_tailed, {"plugin": INT2}, None),  # its scale is not made of the mean: nothing is expected, and none is 0
+], fast=3)  # fmt: skip
 def test_what_is_said_of_a_weight(fill, options, words):
     model = still(fill)
     model.layer[2].requires_grad_(fill is not None)
@@ -84,9 +84,9 @@ def test_what_is_said_of_a_weight(fill, options, words):
     assert not said or re.match(f"layer.0, {words}", said[0]), said
 
 
-def test_a_healthy_run_has_no_alerts():
-    for plugin in (TERNARY, HIGH, INT2):
-        assert said_in(Two(), plugin=plugin, no_flips_for=2) == []
+@each("plugin", [TERNARY, HIGH, INT2], fast=1)
+def test_a_healthy_run_has_no_alerts(plugin):
+    assert said_in(Two(), plugin=plugin, no_flips_for=2) == []
 
 
 def act(batch, action, *arguments):
@@ -180,7 +180,7 @@ def test_what_is_not_finite_is_said_once():
     assert math.isnan(of_layers(logged(run)[2])["layer.0", "fprop_x"]["sqnr"])
 
 
-@each("operands, weights", [(True, None), (True, False), (False, True), (False, None)])
+@each("operands, weights", [(True, None), (True, False), (False, True), (False, None)], fast=2)
 def test_operands_or_weights(operands, weights):
     monitor = QuantizationMonitor(only=[r"layer\.2"], operands=operands, weights=weights)
     run = trainer(monitor, plugin="nvfp4", log_every_n_steps=6)

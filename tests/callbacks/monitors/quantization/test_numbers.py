@@ -1,6 +1,7 @@
 """Statistics of operands are those of the metrics."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -47,9 +48,7 @@ PLUGINS = {
 }
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@each("accumulate, plugin", product([3, 1], PLUGINS), fast=3)
 def test_numbers_are_those_of_the_metrics(plugin, accumulate):
     """Of each layer and operand, over all micro-batches of a step that is logged, and of no other."""
     steps = []
