@@ -120,7 +120,7 @@ def compare(monitor, arguments, make, options):
     noise.assert_equal(runs[1], runs[0])
 
 
-@each("monitor, arguments, make, options", [(kind, *run) for kind, run in RUNS.items()])
+@each("monitor, arguments, make, options", [(kind, *run) for kind, run in RUNS.items()], fast=2)
 def test_nothing_is_read_but_the_numbers_of_the_last_logged_step(monkeypatch, monitor, arguments, make, options):
     trainer(monitor(**arguments), log_every_n_steps=1, max_steps=1, **options()).fit(make())  # tables are made once
     Watched, reads = counted(monitor, monkeypatch)

@@ -48,7 +48,7 @@ def slow(path, cast, threshold):
         yield moved > 0 and jumped >= threshold * moved
 
 
-@each("plugin", [TernaryPrecision, partial(LowBitPrecision, "nvfp4")])
+@each("plugin", [TernaryPrecision, partial(LowBitPrecision, "nvfp4")], fast=1)
 def test_a_real_run(plugin):
     before, after, model = Watch(), Watch(), Small()
     first = model.layer.weight.detach().clone()

@@ -114,7 +114,7 @@ def test_a_checkpoint_without_a_count_says_so():
         ([1, -math.inf, -math.inf, 0, 0, 0], {"patience": 2}, 3),
         ([math.inf, math.inf, 1, 2, 3, 4], {"patience": 2, "mode": "max"}, 2),
     ],
-    fast=4,
+    fast=3,
 )
 def test_begins_after_a_plateau(said, plateau, begin):
     switch = PrecisionSwitch("fqt", plateau=plateau, steps=2)
@@ -270,7 +270,7 @@ TRIGGERS = {
 }
 
 
-@pytest.mark.fast("tokens", "below")
+@pytest.mark.fast("below")
 @pytest.mark.parametrize("name", [name for name in TRIGGERS if name != "plateau"])  # see gradual/test_resume.py
 def test_resumes_before_at_and_after(name):
     callbacks = [Measured(3, 1, 1, 3), QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")]

@@ -31,7 +31,7 @@ from tests.lightning_imports import NAME, Callback, DDPStrategy, ModelParallelSt
 from tests.precision.regression_model import state
 from tests.ranks import RANKS, FSDPOnCPU
 
-STEPS, HALF, MICRO_BATCHES = 8, 4, 2
+STEPS, HALF, MICRO_BATCHES = 6, 4, 2
 OVERFLOW = 1  # the step whose gradients are infinite in fp16, also where each is divided by two
 
 
@@ -149,7 +149,7 @@ def train(strategy, kind, ckpt_path=None):
         strategy=make(),
         callbacks=[
             PrecisionSwitch({r"body\.0": "fp8-current"}, step=2),
-            PrecisionSwitch("fqt", step=2, steps=4),
+            PrecisionSwitch("fqt", step=2, steps=3),
             monitor,
             keep,
         ],

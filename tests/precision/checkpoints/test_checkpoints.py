@@ -100,12 +100,10 @@ def test_what_is_saved_is_not_what_a_run_starts_with(results):
 
 
 @pytest.mark.fast(
-    "fp8: ddp, ddp",
     "fp8: fsdp1 file, one",
     "fp8: fsdp1, fsdp1",
     "fp8: fsdp2 file, fsdp1 file",
     "fp8: fsdp2, tensor parallel",
-    "fp8: tensor parallel, tensor parallel",
     "fp8: tensor parallel, fsdp2, one rank",
     "fp16: ddp, fsdp2 file",
     "fp16: fsdp2 file, one",

@@ -163,7 +163,7 @@ def test_strategies_that_are_refused(kind, micro, message):
         GradientNoiseMonitor()._source.check(run, Model())
 
 
-@each("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
+@each("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}], fast=1)
 def test_random_bits_of_the_forward_pass_are_not_measured(casts):
     casts = LinearCasts.of({"fprop_w": Cast(**E2M1), "fprop_x": Cast(**E2M1), **casts})
     with pytest.warns(UserWarning, match="forward pass of net.0 has some, too.*use kind='layers'"):

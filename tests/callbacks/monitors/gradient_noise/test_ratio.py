@@ -80,7 +80,7 @@ CHANGES = {
 }
 
 
-@each("change", CHANGES)
+@each("change", CHANGES, fast=1)
 def test_not_averaged_over_a_change_of_precision(change):
     class Changes(Callback):
         def on_train_batch_start(self, run, *_):
@@ -171,16 +171,15 @@ def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
             run.precision_plugin.scaler._scale.mul_(2)
 
     found = []
-    for scale, others in ((2.0**6, ()), (2.0**9, ()), (2.0**7, (Grows(),))):
+    for scale, others in ((2.0**6, ()), (2.0**7, (Grows(),))):
         monitor = GradientNoiseMonitor(1, kind)
         plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=StaticGradScaler(scale, device="cpu"), seed=2)
         torch.manual_seed(1)
-        trainer(plugin, monitor, *others).fit(Model(0.01))
+        trainer(plugin, monitor, *others, max_steps=3).fit(Model(0.01))
         found.append(ratios(monitor))
-    assert len(found[0]) == 6
+    assert len(found[0]) == 3
     rel = 0 if kind == "draws" else 1e-4  # dW' is rounded to fp16, below its smallest normal number too
     assert found[1] == pytest.approx(found[0], rel=rel)
-    assert found[2] == pytest.approx(found[0], rel=rel)
 
 
 @each("kind", KINDS, fast=1)
@@ -198,7 +197,7 @@ def test_an_overflow_is_no_measurement(kind):
     assert torch.load("state.pt", weights_only=True)["measurements"] == monitor.measurements()
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_activations_as_codes_have_the_same_noise(kind):
     """In a step that is measured, layers keep their input: codes would hold one draw of its random bits."""
     found = []

@@ -91,7 +91,7 @@ def test_falls_of_a_first_scale_that_is_too_large_do_not_count():
     warned("Loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
 
 
-@each("plugin", [lambda: lowbit(conservative()), lambda: mixed(torchs())])
+@each("plugin", [lambda: lowbit(conservative()), lambda: mixed(torchs())], fast=1)
 def test_each_of_two_optimizers_counts(plugin):
     monitor, model = LossScaleMonitor(), Manual({(0, 1), (2, 0), (3, 0), (3, 1)})
     run = fit(monitor, plugin(), model, max_steps=12, log_every_n_steps=2)

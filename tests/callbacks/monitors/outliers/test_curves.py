@@ -15,6 +15,7 @@ from tests.metrics.activations import activation_outliers
 METRICS = ("activation_max", "kurtosis", "outliers")
 
 
+@pytest.mark.fast("2-3")
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 3)])
 def test_curves_are_what_the_definitions_say(every, accumulate):
     """Outliers are beyond the rms of their pass, the rest is of all micro-batches together."""

@@ -27,14 +27,14 @@ from tests.precision.regression_model import On
 from tests.tables import each
 
 
-@each("optimizer, kind, device", product(OPTIMIZERS, ["spike", "nan"], ["same", "cpu"]), fast=5)
+@each("optimizer, kind, device", product(OPTIMIZERS, ["spike", "nan"], ["same", "cpu"]), fast=3)
 def test_ends_as_the_run_that_never_saw_the_batches(optimizer, kind, device):
     callback, model = rollback(device=device), Scripted(range(20), {BAD: kind}, optimizer)
     assert_undone(rolled_back(callback, model=model))
     assert steps(callback) == [(13, 11, 8)]
 
 
-@each("optimizer", OPTIMIZERS, fast=3)
+@each("optimizer", OPTIMIZERS, fast=2)
 def test_without_a_spike_nothing_changes(optimizer):
     callback = rollback(lr_factor=0.5)
     found = fit(Scripted(range(20), optimizer=optimizer), callback)
@@ -63,7 +63,7 @@ def test_objects_stay():
     # The last steps are judged, too.
     ("SGD", {}, {18: "spike"}, [(20, 18, 16)], range(16)),
     ("SGD", {}, {19: "spike"}, [(20, 19, 16)], range(16)),
-], fast=3)  # fmt: skip
+], fast=2)  # fmt: skip
 def test_nothing_of_a_bad_update_is_left(optimizer, settings, bad, rollbacks, kept):
     callback = rollback(**settings)
     assert_undone(rolled_back(callback, model=Scripted(range(20), bad, optimizer)), kept)
@@ -90,7 +90,7 @@ PLUGINS = {
 
 
 @pytest.mark.filterwarnings("ignore:SpikeRollback")
-@pytest.mark.fast("fp16, fp8, delayed", "Lightning's")
+@pytest.mark.fast("fp16, fp8, delayed")
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin):
     """Random bits differ, of which these casts have none: they round to nearest."""

@@ -94,6 +94,7 @@ def test_a_run_that_ends_in_the_middle_says_so_and_so_does_one_that_resumes_ther
     assert resumed.blends == pytest.approx([0.4])
 
 
+@pytest.mark.fast("plateau1")
 @pytest.mark.parametrize("plateau", [None, {"patience": 1}])
 def test_a_switch_may_be_given_twice(plateau):
     when = {"at": 0.0} if plateau is None else {"plateau": plateau}

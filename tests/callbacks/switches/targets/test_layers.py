@@ -44,7 +44,7 @@ def test_phases_and_mappings_compose():
     assert [casts["first"] for casts in seen.casts] == [NVFP4] + [HP] * 5
 
 
-@each("reverse", [False, True])
+@each("reverse", [False, True], fast=1)
 def test_of_mappings_that_are_late_the_last_one_due_acts_last(reverse):
     """A run resumes with switches that it did not have: all act in its first step."""
     fit_fp4(keep="trained", max_steps=4)
