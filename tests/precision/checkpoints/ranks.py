@@ -1,4 +1,4 @@
-"""One of two processes that go on from others' checkpoints.
+"""One of two processes that write the named checkpoints, and go on from them as is named.
 
 A run sees the same two micro-batches in a step however many processes there are. Checkpoints after step ``HALF`` are
 ``FOLDER/WRITER KIND.ckpt``.
@@ -197,7 +197,7 @@ def work():
     results = {}
     for kind, writers in READERS.items():
         for writer in writers:
-            if writer not in ALONE:
+            if writer not in ALONE and path_of(writer, kind) in sys.argv[3:]:
                 results[path_of(writer, kind)] = train(writer, kind)
     for kind, writer, reader in PAIRS:
         if reader not in ALONE and resumed(kind, writer, reader) in sys.argv[3:]:
