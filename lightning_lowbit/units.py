@@ -5,14 +5,23 @@ more. A product in float32 of the same operands, rounded once, is what a unit co
 Layers multiply so themselves; :class:`Float32Products` does it for what is not quantized.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit._torch import CPU_PRODUCTS, TorchDispatchMode, cpu_has_units
+from lightning_lowbit._torch import (
+    CPU_PRODUCTS,
+    TorchDispatchMode,
+    cpu_has_units,
+    innermost_mode,
+    leave_innermost_mode,
+)
+
+_Result = TypeVar("_Result")
 
 _WITHOUT = frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not cpu_has_units(dtype))
 
@@ -83,6 +92,22 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def float32_products(dtypes: Iterable[torch.dtype], device: torch.device) -> AbstractContextManager[Any]:
-    """Returns :class:`Float32Products` where a model of these dtypes needs them on a device; else an empty context."""
-    is_slow = device.type == "cpu" and not _WITHOUT.isdisjoint(dtypes)
+    """Returns :class:`Float32Products` where a model of these dtypes needs them on a device; else, and in a graph that
+    is compiled, an empty context."""
+    is_eager = not torch.compiler.is_compiling()
+    is_slow = is_eager and device.type == "cpu" and not _WITHOUT.isdisjoint(dtypes)
     return Float32Products() if is_slow else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def multiplies_itself(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Decorates a function that computes such products in float32 itself: it leaves :class:`Float32Products`, which
+    takes time for each of its operations, unless another mode came later."""
+
+    @wraps(function)
+    def wrapper(*args: Any) -> _Result:
+        if torch.compiler.is_compiling() or not isinstance(innermost_mode(), Float32Products):
+            return function(*args)
+        with leave_innermost_mode():
+            return function(*args)
+
+    return wrapper

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode_temporarily
 
 # --- operations -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +102,7 @@ def is_batched(tensor: Tensor) -> bool:
 # --- compiler and dispatcher ------------------------------------------------------------------------------------------
 
 disable_current_modes = _disable_current_modes
+innermost_mode, leave_innermost_mode = _get_current_dispatch_mode, _pop_mode_temporarily
 OpOverload = torch._ops.OpOverload
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 graph_in_compilation = torch._guards.TracingContext.try_get  # what stands for that graph; None without one

@@ -89,7 +89,7 @@ def test_numbers_by_hand():
     assert late.floats()["underflow"] == 0
 
 
-@each("bits", [2, 3, 4, 8])
+@each("bits", [2, 3, 4, 8], fast=3)
 def test_all_levels_on_either_side_of_a_zero_point(bits):
     """Rows with every whole number from -z to 2^bits - 1 - z, once, for every z there is."""
     steps = 2**bits - 1

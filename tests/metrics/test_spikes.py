@@ -122,7 +122,7 @@ def falling(start, end, steps=200):
     return [start ** (1 - share) * end**share * random.uniform(0.8, 1.2) for share in shares]
 
 
-@each("name, end", product(DETECTORS, [1e-5, 1e-9, 1e-30]))
+@each("name, end", product(DETECTORS, [1e-5, 1e-9, 1e-30]), fast=5)
 def test_nothing_spikes_where_a_run_has_converged(name, end):
     """Relative to what is near 0, though not to what the run began with."""
     calm = falling(2.0, end)

@@ -1,5 +1,7 @@
 """The dtype of what is not quantized: its names, and what "auto" is on a device, on several, and after a resume."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -73,10 +75,11 @@ def test_others_are_refused_with_what_to_give(name, message):
     "plugin, text, dtype",
     [
         ("FP4Precision", "auto", BF16),
-        ("TernaryPrecision", "'32'", FP32),
         ("IntegerPrecision", "32-true", FP32),
+        ("TernaryPrecision", "'32'", FP32),
         ("LowBitPrecision", "16", FP16),
     ],
+    fast=2,
 )
 def test_a_recipe_has_the_same_names(plugin, text, dtype):
     casts = "casts: nvfp4, " if plugin == "LowBitPrecision" else ""
@@ -97,9 +100,11 @@ def test_auto_is_bf16_where_the_cpu_has_it(told, has, dtype):
     assert [text for text in told.messages if "compute_dtype=" in text] == expected
 
 
-@each("dtype", [BF16, FP16])
-@each("plugin", [LowBitPrecision("bf16"), FP8Precision("current", skip=["head"])])
-@each("recompute", [False, True])
+@each(
+    "recompute, plugin, dtype",
+    itertools.product([False, True], [LowBitPrecision("bf16"), FP8Precision("current", skip=["head"])], [BF16, FP16]),
+    fast=2,
+)
 def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plugin, recompute):
     def train(*lacking):
         same = LowBitPrecision(plugin.casts, skip=plugin.skip, compute_dtype=dtype)
@@ -133,7 +138,7 @@ def test_devices_are_asked_for_their_own_instructions(monkeypatch):
     assert has_units(BF16, torch.device("xla", 0)), "a device that does not tell"
 
 
-@each("trained, has", [("bf16", False), ("fp32", True), ("fp32", False), ("bf16", True)])
+@each("trained, has", [("bf16", False), ("fp32", True), ("fp32", False), ("bf16", True)], fast=1)
 def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(told, tmp_path, trained, has):
     path = tmp_path / f"{trained}.ckpt"
     with cpu(True):

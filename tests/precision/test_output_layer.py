@@ -55,6 +55,7 @@ def fit(plugin, steps=1, ckpt_path=None, model=None):
         (FP8Precision, {*LAYERS}, False),
         (partial(FP8Precision, quantize_output=False), REST, True),
     ],
+    fast=6,
 )
 def test_what_is_left_out_is_said(told, make, quantized, is_said):
     told.clear()
@@ -81,6 +82,7 @@ def test_what_is_left_out_is_said(told, make, quantized, is_said):
         partial(FP4Precision, "nvfp4", shared_amax=["gate_proj|up_proj"], save="codes"),
         partial(FP4Precision, "nvfp4", overrides={"up_proj": "mxfp8"}, compute_dtype="fp32"),
     ],
+    fast=1,
 )
 def test_a_run_goes_on_with_the_output_layer_of_its_checkpoint(make, tmp_path):
     path = tmp_path / "all.ckpt"

@@ -171,9 +171,9 @@ def test_many_long_series_stay_small_and_keep_their_spikes():
         series["layer.0"][1][777] = spike
         return shown(Chart("a", series), Chart("b", {}))
 
-    page = drawn(100, 0.5)
-    assert len(page) < 400_000, f"{len(page)} characters, though nobody sees 200,000 points"
-    ticks = [re.findall('class="y"[^>]*>([^<]*)<', text) for text in (page, drawn(100, 50.0))]
+    page = drawn(40, 0.5)
+    assert len(page) < 160_000, f"{len(page)} characters, though nobody sees 80,000 points"
+    ticks = [re.findall('class="y"[^>]*>([^<]*)<', text) for text in (page, drawn(40, 50.0))]
     assert ["40" in texts for texts in ticks] == [False, True], "the spike of one step was thinned away"
 
 

@@ -259,6 +259,8 @@ class LinearCasts:
     def phase(self, name: str) -> "LinearCasts":
         """Returns the casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
         off = PHASES[choose("phase", name, PHASES)]
+        if not off:
+            return self
         on = {gemm: [operand for operand in OPERANDS_OF[gemm] if operand not in off] for gemm in GEMMS}
         # The settings of a GEMM or operand that is no longer quantized are dropped.
         return self.replace(

@@ -16,6 +16,7 @@ from lightning_lowbit.nn.core.operands import GemmHow, OperandHow, Pass
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.saving import Frozen
 from lightning_lowbit.nn.core.sides import Codes, FrozenBytes, Gathered, Gradient, Matrix, Parameter, Patches, Recast
+from lightning_lowbit.units import multiplies_itself
 
 _NOTHING = (None, None)
 
@@ -105,6 +106,7 @@ class QuantizedGemms(torch.autograd.Function):
     """
 
     @staticmethod
+    @multiplies_itself
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, pass_: Pass
     ) -> tuple[Tensor, Tensor | None]:
@@ -133,6 +135,7 @@ class QuantizedGemms(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
+    @multiplies_itself
     def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
         how, pass_ = ctx.how, ctx.pass_.with_keys_of_product()
         x, w = (*saved[:4], ctx.shape), (*saved[4:], ctx.shape)

@@ -28,7 +28,7 @@ from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.operand import StackOperand
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
-from lightning_lowbit.units import has_units
+from lightning_lowbit.units import float32_products, has_units
 
 
 class PrequantizedWeight(NamedTuple):
@@ -86,11 +86,12 @@ class Pass(NamedTuple):
     def add_gradients_(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
         """Adds statistics of a weight's gradient, or of those of a stack, to ``gradient_sums``."""
         assert self.gradient_sums is not None
-        if self.ends is None:
-            add_gradients_(self.gradient_sums, dw, torch.mm(g.t(), x))
-            return
-        for product, rows, inputs in zip(dw, split_rows(g, self.ends), split_rows(x, self.ends), strict=True):
-            add_gradients_(self.gradient_sums, product, torch.mm(rows.t(), inputs))
+        with float32_products([g.dtype], g.device):
+            if self.ends is None:
+                add_gradients_(self.gradient_sums, dw, torch.mm(g.t(), x))
+                return
+            for product, rows, inputs in zip(dw, split_rows(g, self.ends), split_rows(x, self.ends), strict=True):
+                add_gradients_(self.gradient_sums, product, torch.mm(rows.t(), inputs))
 
     def for_backward(self) -> "Pass":
         """Returns the pass with copies of all that is refilled in place, perhaps before this one's backward pass."""

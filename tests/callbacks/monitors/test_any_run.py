@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def check(name, plugin, monitors, **kwargs):
     assert all(re.search("leave|[Gg]ive|use ", line) for line in lines), lines
 
 
-@each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
+@each("plugin, name", product(PLUGINS, RUNS), fast=5)
 def test_any_run_trains(name, plugin):
     for monitors in TOGETHER if plugin == "plugin" else TOGETHER[:1]:
         check(name, plugin, monitors)
@@ -195,7 +196,7 @@ def test_reports_of_any_run(tmp_path):
      "enable_model_summary": None, "log_every_n_steps": None},
     {"enable_model_summary": True, "fast_dev_run": STEPS},
     {"accumulate_grad_batches": 2, "max_steps": STEPS // 2},
-])  # fmt: skip
+], fast=1)  # fmt: skip
 def test_any_trainer(kwargs):
     for monitors in TOGETHER:
         check("usual", "plugin", monitors, **kwargs)

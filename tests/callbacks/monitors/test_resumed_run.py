@@ -19,18 +19,18 @@ SIX = dict.fromkeys(range(40), 6.0)
 THIRD = {"log_every_n_steps": 3}
 
 # Arguments of the Trainer, the monitor, the model, steps of the whole run and of its first part, what is warned of.
-RUNS = [
-    # Between two logged steps, with an overflow since the last.
-    *(
-        (
-            lambda *monitors, plugin=plugin, **kwargs: scales.trainer(*monitors, plugin=plugin(), **THIRD, **kwargs),
-            partial(LossScaleMonitor, falls=1),
-            partial(scales.Scripted, {1, 2, 4, 6}),
-            (12, 5),
-            "Loss scale, step 3: 1 overflows",
-        )
-        for plugin in scales.PLUGINS.values()
-    ),
+# Between two logged steps, with an overflow since the last.
+SCALES = [
+    (
+        lambda *monitors, plugin=plugin, **kwargs: scales.trainer(*monitors, plugin=plugin(), **THIRD, **kwargs),
+        partial(LossScaleMonitor, falls=1),
+        partial(scales.Scripted, {1, 2, 4, 6}),
+        (12, 5),
+        "Loss scale, step 3: 1 overflows",
+    )
+    for plugin in scales.PLUGINS.values()
+]
+RUNS = [  # the first of each three is fast
     # After a spike, between two logged steps, and before another.
     (
         partial(norms.trainer, **THIRD),
@@ -39,6 +39,7 @@ RUNS = [
         (18, 14),
         "Gradient norm, step 13: it is 6 before",
     ),
+    *SCALES[:2],
     (
         outliers.trainer,
         partial(OutlierMonitor, ["up_proj"], swiglu=False, takeoff=9.0),
@@ -46,6 +47,7 @@ RUNS = [
         (18, 14),
         "up_proj, step 13: channel 5",
     ),
+    *SCALES[2:4],
     # Between a measurement and the step that logs it.
     (
         partial(noise.trainer, noise.NOISY, **THIRD),
@@ -54,10 +56,11 @@ RUNS = [
         (9, 5),
         "the gradient, step 5",
     ),
+    *SCALES[4:],
 ]
 
 
-@each("trainer, make, model, steps, warning", RUNS)
+@each("trainer, make, model, steps, warning", RUNS, fast=3)
 def test_a_resumed_run_is_the_uninterrupted_one(trainer, make, model, steps, warning):
     curves, states = [], []
     whole, half = steps

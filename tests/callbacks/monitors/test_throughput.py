@@ -130,6 +130,7 @@ BY_DTYPE = {"bfloat16": 4e4, "float32": 1e4, "float4": 1.0}
         # FLOPs are those of a micro-batch, and so are the batches.
         (lambda: {"accumulate_grad_batches": 2, "max_steps": 3, "log_every_n_steps": 1}, 1e4),
     ],
+    fast=2,
 )
 def test_measured_flops(clock, settings, peak):
     """Those of the first step, over the peak of what GEMMs are executed in."""
@@ -151,6 +152,7 @@ SECOND_IN_HP = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
         (lambda: TernaryPrecision(**SECOND_IN_HP), {"float8": 8e4, "float32": 1e4}, None),
         (lambda: FP4Precision(**SECOND_IN_HP), {"int8": 8e4, "float32": 1e4}, 2),  # GEMMs of codes
     ],
+    fast=2,
 )
 def test_native_gemms_have_the_peak_of_their_kind(clock, make, peaks, native):
     """Of two layers of one size the first is native; no gradient of its input is needed."""

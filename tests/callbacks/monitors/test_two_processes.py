@@ -5,15 +5,19 @@ import pytest
 from tests.callbacks.monitors.ranks import EVERY, RANKS, RUNS, STEPS, hidden_of, train
 from tests.curves import assert_curves
 from tests.launch import launch
+from tests.pairwise import selected
 
 LOGGED = list(range(EVERY, STEPS + 1, EVERY))
+FAST = pytest.mark.fast(*(str(RUNS[number]) for number in (0, 4, 6, 7)))  # one of each strategy
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch("tests.callbacks.monitors.ranks", RANKS, tmp_path_factory.mktemp("watched"))
+def results(request, tmp_path_factory):
+    runs = map(str, selected(request, "run"))
+    return launch("tests.callbacks.monitors.ranks", RANKS, tmp_path_factory.mktemp("watched"), *runs)
 
 
+@FAST
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_two_processes_log_what_one_does(results, run):
     first, second = (result[run] for result in results)
@@ -36,6 +40,7 @@ def test_two_processes_log_what_one_does(results, run):
     assert first["outliers"][2]["outliers/mlp.up_proj"] == 2 / (32 * 16), "a planted outlier is missed"
 
 
+@FAST
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_collectives_in_logged_steps_alone(results, run):
     """One of norms where gradients are spread, two of inputs; no layer needs some of its own."""

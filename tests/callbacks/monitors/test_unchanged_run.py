@@ -95,8 +95,18 @@ def trainer(*callbacks, **kwargs):
     return quiet_trainer(callbacks=[*callbacks], limit_val_batches=0, **kwargs)
 
 
-@each("monitor, arguments, make, options", [*((kind, *run) for kind, run in RUNS.items()), *RUNS_OF_OTHERS])
+@each("monitor, arguments, make, options", [(kind, *run) for kind, run in RUNS.items()])
 def test_watching_changes_nothing(monitor, arguments, make, options):
+    compare(monitor, arguments, make, options)
+
+
+@each("monitor, arguments, make, options", RUNS_OF_OTHERS, fast=3)
+def test_other_options_change_nothing(monitor, arguments, make, options):
+    compare(monitor, arguments, make, options)
+
+
+def compare(monitor, arguments, make, options):
+    """A run with a monitor and one without."""
     runs = []
     for monitors in ([], [monitor(**arguments)]):
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -110,7 +120,7 @@ def test_watching_changes_nothing(monitor, arguments, make, options):
     noise.assert_equal(runs[1], runs[0])
 
 
-@each("monitor, arguments, make, options", [(kind, *run) for kind, run in RUNS.items()])
+@each("monitor, arguments, make, options", [(kind, *run) for kind, run in RUNS.items()], fast=2)
 def test_nothing_is_read_but_the_numbers_of_the_last_logged_step(monkeypatch, monitor, arguments, make, options):
     trainer(monitor(**arguments), log_every_n_steps=1, max_steps=1, **options()).fit(make())  # tables are made once
     Watched, reads = counted(monitor, monkeypatch)

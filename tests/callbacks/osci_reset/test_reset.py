@@ -49,6 +49,7 @@ def test_what_oscillates_is_set_to_its_center():
         (2.2, [*TREMBLE, "oscillating widely", "crossing once"]),
         (1.2, [*TREMBLE, "oscillating widely", "crossing once"]),
     ],
+    fast=2,
 )
 def test_the_ratio_of_two_paths(threshold, caught):
     """50 for what oscillates, 5 for what crosses a threshold once, 2.5 for wide steps, 1 for what travels."""
@@ -108,6 +109,7 @@ def test_weights_stored_the_other_way_round():
         ({"window": 4, "every": 4}, [4, 8, 12, 16, 20, 24, 28]),
         ({}, []),
     ],
+    fast=2,
 )
 def test_windows(arguments, ends):
     """A window ends after ``window`` optimizer steps, whatever the epochs, and that is when it is logged."""
@@ -171,7 +173,7 @@ def test_several_optimizers():
     assert reset_at(weights) == {6: TREMBLE}, "nine optimizer steps are six batches"
 
 
-@each("off", [lambda plugin: plugin.set_phase("bf16"), lambda plugin: plugin.set_blend(0.0)])
+@each("off", [lambda plugin: plugin.set_phase("bf16"), lambda plugin: plugin.set_blend(0.0)], fast=1)
 def test_weights_that_are_not_quantized(off):
     def switch(trainer, pl_module, batch, batch_idx):
         """Off for one step within the first window."""

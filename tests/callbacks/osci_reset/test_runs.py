@@ -48,7 +48,7 @@ def slow(path, cast, threshold):
         yield moved > 0 and jumped >= threshold * moved
 
 
-@each("plugin", [TernaryPrecision, partial(LowBitPrecision, "nvfp4")])
+@each("plugin", [TernaryPrecision, partial(LowBitPrecision, "nvfp4")], fast=1)
 def test_a_real_run(plugin):
     before, after, model = Watch(), Watch(), Small()
     first = model.layer.weight.detach().clone()
@@ -79,7 +79,7 @@ def test_the_moments_stay():
     assert run.callback_metrics["reset/fprop_w/layer"] > 0, "the run does not test what it should"
 
 
-@each("at", [3, 4, 5, 6, 9, 10])
+@each("at", [3, 4, 5, 6, 9, 10], fast=2)
 def test_a_resumed_run_goes_on_with_its_window(at):
     """Windows are open from 0 to 5 and from 10 to 15; checkpoints lie within, at the ends and in between.
 

@@ -114,7 +114,7 @@ class Augmented(Draws):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the resumed run saves none
-@each("step", [3, 11])
+@each("step", [3, 11], fast=1)
 def test_a_resumed_run_augments_its_batches_alike(step, tmp_path):
     def seen(*callbacks, ckpt_path=None):
         torch.seed()
@@ -144,6 +144,7 @@ def warned():
         ({"max_epochs": 1}, {"max_steps": 8}, "counts batches on from that epoch"),
         ({"max_epochs": 1}, {"max_epochs": 2}, None),
     ],
+    fast=2,
 )
 def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tmp_path):
     model, whole = Draws(), Draws()
@@ -163,6 +164,7 @@ def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tm
         (pytorch.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1), 3, "acts at the start of epochs"),
         (pytorch.callbacks.ModelPruning("l1_unstructured"), 9, "without their masks"),
     ],
+    fast=1,
 )
 def test_a_callback_that_does_not_go_on_gets_a_warning(callback, at, words, tmp_path):
     folder = tmp_path / type(callback).__name__
@@ -204,10 +206,11 @@ def loader_of(data):
     [
         (BoringModel, lambda: loader_of(Endless()), 3, True),
         (BoringModel, lambda: loader_of(Endless()), 8, False),
+        (BoringModel, Loader, 3, False),
         (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 8, True),  # after four batches
         (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 16, False),
-        (BoringModel, Loader, 3, False),
     ],
+    fast=2,
 )
 def test_data_that_begin_anew_within_an_epoch_get_a_warning(model, data, step, warns, tmp_path):
     folder = tmp_path / f"{model.__name__}, {step}, {data is Loader}"
@@ -253,7 +256,7 @@ class Waits(BoringModel):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
-@each("saves, step", [({"every_n_train_steps": 1}, 7), ({"every_n_train_steps": 1}, 12), ({}, 12)])
+@each("saves, step", [({"every_n_train_steps": 1}, 7), ({"every_n_train_steps": 1}, 12), ({}, 12)], fast=1)
 def test_what_monitors_a_validation_goes_on_with_its_metric(saves, step, tmp_path):
     """Within an epoch; at its end, behind the validation; and behind the end."""
 

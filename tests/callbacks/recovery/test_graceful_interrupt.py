@@ -169,6 +169,7 @@ def test_a_handler_of_the_user_hears_sigterm_too():
     assert heard == [True] and saved_step() == 2
 
 
+@pytest.mark.fast("step-steps0")
 @pytest.mark.parametrize("when, steps", [("step", ["3", "3"]), ("check", [])])
 def test_all_ranks_stop_where_one_has_the_signal(tmp_path, when, steps):
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]

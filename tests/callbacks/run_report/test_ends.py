@@ -118,6 +118,7 @@ class Elsewhere(DummyLogger):
     save_dir = "elsewhere"
 
 
+@pytest.mark.fast("Elsewhere-elsewhere")
 @pytest.mark.parametrize(("logger", "root"), [(lambda: False, "."), (Elsewhere, "elsewhere")])
 def test_runs_without_folders_of_their_own_do_not_overwrite_each_other(logger, root, told):
     folders = [Path(root), Path(root) / "version_1", Path(root) / "version_2"]
@@ -192,6 +193,7 @@ class SaveLate(SaveEarly, Checkpoint):
         lambda: ModelCheckpoint(".", "x", every_n_train_steps=3),
         lambda: On(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint("x.ckpt")),  # as GracefulInterrupt
     ],
+    fast=1,
 )
 def test_a_checkpoint_has_what_callbacks_behind_the_report_log(save):
     run = trainer(max_steps=3, limit_val_batches=0)
@@ -202,6 +204,7 @@ def test_a_checkpoint_has_what_callbacks_behind_the_report_log(save):
     assert history["points"]["late"].tolist() == [[k, k] for k in (1, 2, 3)]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("saver", [SaveEarly, SaveLate])
 @pytest.mark.parametrize(("hook", "saved_at"), [("on_train_batch_end", 3), ("on_validation_end", 4)])
 def test_a_resumed_run_shows_the_whole_once(hook, saved_at, saver):

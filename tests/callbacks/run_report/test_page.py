@@ -35,6 +35,7 @@ def test_a_finished_run():
     assert not list(Path().glob(".*")), "a temporary file stayed"
 
 
+@pytest.mark.fast("monitor1")
 @pytest.mark.parametrize("monitor", [[], ["before"], ["after"]])
 def test_each_value_belongs_to_its_step(monitor, tmp_path):
     rates = [LearningRateMonitor()] if monitor == ["before"] else []

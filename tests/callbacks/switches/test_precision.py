@@ -42,6 +42,7 @@ def fit(*callbacks, **kwargs):
         ([QAFSwitch(at=2 / 3), Accumulation({0: 4, 1: 1})], {**EPOCHS, "max_epochs": 3}, 6, 3),
         ([QAFSwitch(at=2 / 3), Accumulation({0: 1, 1: 4})], {**EPOCHS, "max_epochs": 3}, 4, 2),
     ],
+    fast=3,
 )
 def test_switches_all_layers_at_a_step(callbacks, kwargs, full, qaf):
     assert fit(*callbacks, **kwargs) == ["fqt"] * full + ["qaf"] * qaf

@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ pytestmark = RESUMES
 EACH = {"val_check_interval": 1, "limit_val_batches": 1}  # a validation after each batch
 
 
-@each("accumulate", [1, 2])
-@each("tokens, expected", [(0, 0), (1, 1), (10, 1), (11, 2), (40, 4), (41, 5), (80, None)])
-def test_the_first_step_that_begins_after_so_many_tokens(tokens, expected, accumulate):
+FIRST_STEPS = [(0, 0), (1, 1), (10, 1), (11, 2), (40, 4), (41, 5), (80, None)]
+
+
+@each("accumulate, case", product([1, 2], FIRST_STEPS), fast=4)
+def test_the_first_step_that_begins_after_so_many_tokens(accumulate, case):
+    tokens, expected = case
     found = first_step(PrecisionSwitch("qaf", tokens=tokens * accumulate), accumulate_grad_batches=accumulate)
     assert found == expected
 
@@ -110,6 +114,7 @@ def test_a_checkpoint_without_a_count_says_so():
         ([1, -math.inf, -math.inf, 0, 0, 0], {"patience": 2}, 3),
         ([math.inf, math.inf, 1, 2, 3, 4], {"patience": 2, "mode": "max"}, 2),
     ],
+    fast=3,
 )
 def test_begins_after_a_plateau(said, plateau, begin):
     switch = PrecisionSwitch("fqt", plateau=plateau, steps=2)
@@ -212,6 +217,7 @@ class Measured(Callback):
         ([1, 3, 1, 3, 1, 3, 1, 3], None),
         ([1, 1], 3),
     ],
+    fast=2,
 )
 def test_after_some_measurements_in_a_row(values, expected):
     for order in (1, -1):
@@ -264,6 +270,7 @@ TRIGGERS = {
 }
 
 
+@pytest.mark.fast("below")
 @pytest.mark.parametrize("name", [name for name in TRIGGERS if name != "plateau"])  # see gradual/test_resume.py
 def test_resumes_before_at_and_after(name):
     callbacks = [Measured(3, 1, 1, 3), QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")]

@@ -85,9 +85,10 @@ surrogate: {fprop_w: dge}
         "{preset: int4, fprop_x: null, dgrad_w: {element: int4}, hadamard: {}}",
         "{preset: nvfp4, every: {scale: {format: e8m0, rounding: null, block: 32, two_level: false}}}",
         "{preset: mxfp4-rht, hadamard: {wgrad: {size: 128, signs: fixed}}, subtract_mean: [fprop]}",
-        "{fprop_w: {element: int4}}",
         EXPLICIT,
+        "{fprop_w: {element: int4}}",
     ],
+    fast=2,
 )
 def test_casts_from_yaml(casts):
     plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(casts)}}

@@ -1,6 +1,7 @@
 """Models whose layers come and go while they are trained."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -77,16 +78,16 @@ def fit(told, model, *callbacks, **kwargs):
     return [message for message in told.messages if "layers have changed" in message]
 
 
-@each(("change", "parts"), CHANGES)
-@each(
-    ("at", "epochs"),
-    [
-        (At, 3),
-        (lambda change: At(change, "on_train_batch_start", 1), 2),  # in the last epoch, too
-        (lambda change: At(change, "on_train_batch_end", 2), 2),
-    ],
-)
-def test_layers_that_come_and_go_are_said_once(told, change, parts, at, epochs):
+WHEN = [
+    (At, 3),
+    (lambda change: At(change, "on_train_batch_start", 1), 2),  # in the last epoch, too
+    (lambda change: At(change, "on_train_batch_end", 2), 2),
+]
+
+
+@each("when, case", itertools.product(WHEN, CHANGES), fast=len(CHANGES))
+def test_layers_that_come_and_go_are_said_once(told, when, case):
+    (at, epochs), (change, parts) = when, case
     lines = fit(told, Net(), at(change), max_epochs=epochs)
     assert len(lines) == bool(parts), lines
     for part in parts:
@@ -125,7 +126,7 @@ def bits(*quantized, gemms=None):
     (lambda net: setattr(net, "layer", nn.Sequential(net.layer[0], nn.Linear(32, 32), net.layer[4])),
      bits(True, False)),
     (lambda net: net.layer[0].requires_grad_(False), bits(True, True, gemms=[1, 2])),
-])  # fmt: skip
+], fast=2)  # fmt: skip
 def test_the_average_over_the_run_counts_them(told, change, then):
     summary = PrecisionSummary(quiet=True)
     fit(told, Net(), summary, At(change))

@@ -86,7 +86,11 @@ WAYS = [
 ]
 
 
-@each("plugin", [delayed, lambda: delayed(algorithm="most_recent"), shared, lambda: FP4Precision(compute_dtype="fp32")])
+@each(
+    "plugin",
+    [delayed, lambda: delayed(algorithm="most_recent"), shared, lambda: FP4Precision(compute_dtype="fp32")],
+    fast=2,
+)
 @pytest.mark.parametrize("copied", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_a_copy_made_in_training_scales_by_its_own_amaxes(plugin, copied):
     teacher = Teacher(copied)
@@ -103,7 +107,7 @@ def test_a_copy_made_in_training_scales_by_its_own_amaxes(plugin, copied):
     assert not torch.equal(net[0].weight, model.net[0].weight)
 
 
-@each("plugin", [delayed, lambda: FP8Precision("delayed", smooth_swiglu=None), lambda: FP4Precision("nvfp4")])
+@each("plugin", [delayed, lambda: FP8Precision("delayed", smooth_swiglu=None), lambda: FP4Precision("nvfp4")], fast=1)
 def test_a_copy_of_what_was_trained_computes_as_it(plugin):
     """Once training is over: the same bits, whether it was copied, pickled or saved."""
     model = fit(plugin(), max_epochs=2).eval()
@@ -205,6 +209,7 @@ def move(trainer, pl_module, *_):
         lambda: pytorch.callbacks.EMAWeightAveraging(decay=0.98),
         lambda: pytorch.callbacks.StochasticWeightAveraging(1e-3, 2),
     ],
+    fast=1,
 )
 def test_averages_of_weights_are_evaluated_by_their_own_amaxes(callback, tmp_path):
     """While they are in the model, afterwards, and from a checkpoint: the histories are of other weights."""

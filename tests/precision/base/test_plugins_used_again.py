@@ -79,7 +79,8 @@ def model(seed):
     return Regression()
 
 
-@some_states
+@pytest.mark.fast("delayed")
+@pytest.mark.parametrize("state", STATES)
 def test_training_and_evaluating_fold_after_fold_is_as_with_plugins_of_their_own(state):
     outcomes = []
     for one_plugin in (True, False):
@@ -94,6 +95,7 @@ def test_training_and_evaluating_fold_after_fold_is_as_with_plugins_of_their_own
     assert_same(*outcomes)
 
 
+@pytest.mark.slow
 def test_a_run_without_such_a_state_is_evaluated_after_others():
     folds, apart = Folds("plain"), Folds("plain", one_plugin=False)
     for fold in range(3):
@@ -102,8 +104,9 @@ def test_a_run_without_such_a_state_is_evaluated_after_others():
     assert [folds.loss(fold) for fold in range(3)] == [apart.loss(fold) for fold in range(3)]
 
 
-@pytest.mark.parametrize("state", CASES[:-1])  # of the plain one nothing is gone
-@each("between", ["fit", "validate", "fit and validate"])
+@pytest.mark.fast("some-delayed")
+@pytest.mark.parametrize("state", [*STATES][:-1])  # of the plain one nothing is gone
+@each("between", ["fit", "validate", "fit and validate"], fast=2)
 def test_a_run_whose_state_is_gone_is_an_error(state, between):
     folds = Folds(state)
     folds.fit(0)
@@ -157,7 +160,7 @@ def test_two_models_in_one_trainer(state):
         assert folds.loss(0) == before
 
 
-@each("trained, is_origin", [(0, False), (0, True), (2, False), (2, True)])
+@each("trained, is_origin", [(0, False), (2, False), (2, True), (0, True)], fast=2)
 def test_evaluating_a_checkpoint_leaves_training_as_it_was(trained, is_origin):
     """Before the first step, and between two fits of a Trainer; weights, which Lightning replaces, are put back."""
     donor = quiet_trainer(fp8(), callbacks=[change_by(bf16_at_half)], max_steps=3, limit_val_batches=0)

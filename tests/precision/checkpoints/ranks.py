@@ -1,4 +1,4 @@
-"""One of two processes that go on from others' checkpoints.
+"""One of two processes that write the named checkpoints, and go on from them as is named.
 
 A run sees the same two micro-batches in a step however many processes there are. Checkpoints after step ``HALF`` are
 ``FOLDER/WRITER KIND.ckpt``.
@@ -31,7 +31,7 @@ from tests.lightning_imports import NAME, Callback, DDPStrategy, ModelParallelSt
 from tests.precision.regression_model import state
 from tests.ranks import RANKS, FSDPOnCPU
 
-STEPS, HALF, MICRO_BATCHES = 8, 4, 2
+STEPS, HALF, MICRO_BATCHES = 6, 4, 2
 OVERFLOW = 1  # the step whose gradients are infinite in fp16, also where each is divided by two
 
 
@@ -149,7 +149,7 @@ def train(strategy, kind, ckpt_path=None):
         strategy=make(),
         callbacks=[
             PrecisionSwitch({r"body\.0": "fp8-current"}, step=2),
-            PrecisionSwitch("fqt", step=2, steps=4),
+            PrecisionSwitch("fqt", step=2, steps=3),
             monitor,
             keep,
         ],
@@ -197,7 +197,7 @@ def work():
     results = {}
     for kind, writers in READERS.items():
         for writer in writers:
-            if writer not in ALONE:
+            if writer not in ALONE and path_of(writer, kind) in sys.argv[3:]:
                 results[path_of(writer, kind)] = train(writer, kind)
     for kind, writer, reader in PAIRS:
         if reader not in ALONE and resumed(kind, writer, reader) in sys.argv[3:]:

@@ -24,6 +24,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]
 
+# Writers are named by what they train and their strategy. These are those that all others are compared with.
+COMPARED = [(kind, writer) for kind in checkpoints.KINDS for writer in ("one", "ddp")]
+
+
+def of_writers(*writers):
+    return pytest.mark.parametrize("writer", writers, ids=": ".join)
+
 
 def in_this_process(strategy, kind, folder, monkeypatch, ckpt_path=None):
     with chdir(folder), monkeypatch.context() as patch:
@@ -45,16 +52,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(request, folder):
-    """Of all runs, those of both ranks put together."""
+    """Of all runs that tests need, those of both ranks put together."""
+    pairs = selected(request, "pair")
+    writers = dict.fromkeys([*COMPARED, *selected(request, "writer"), *(pair[:2] for pair in pairs)])
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for kind, writers in checkpoints.READERS.items():
-            for writer in checkpoints.ALONE:
-                if writer in writers:
-                    found[path_of(writer, kind)] = in_this_process(writer, kind, folder, monkeypatch)
-    ranks = launch(
-        "tests.precision.checkpoints.ranks", RANKS, folder, *(resumed(*pair) for pair in selected(request, "pair"))
-    )
+        for kind, writer in writers:
+            if writer in checkpoints.ALONE:
+                found[path_of(writer, kind)] = in_this_process(writer, kind, folder, monkeypatch)
+    names = [path_of(writer, kind) for kind, writer in writers]
+    ranks = launch("tests.precision.checkpoints.ranks", RANKS, folder, *names, *(resumed(*pair) for pair in pairs))
     for name, of_first in ranks[0].items():
         losses = {place: loss for rank in ranks for place, loss in rank[name]["losses"].items()}
         found[name] = of_first | {"losses": losses}
@@ -78,13 +85,16 @@ def from_half(losses):
     return {place: loss for place, loss in sorted(losses.items()) if place >= HALF * MICRO_BATCHES}
 
 
-@pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_all_strategies_train_the_same(results, kind):
-    one = results[path_of("one", kind)]
-    for writer in checkpoints.READERS[kind]:
-        run = results[path_of(writer, kind)]
-        assert len(run["losses"]) == checkpoints.STEPS * MICRO_BATCHES
-        assert_equal(dict(sorted(run["losses"].items())), one["losses"], 1e-5)
+@pytest.mark.fast(
+    *(f"fp8: {writer}" for writer in ("ddp", "fsdp1", "fsdp2", "fsdp2 file", "tensor parallel")),
+    *("fp16: ddp", "fp16: fsdp2 file"),
+)
+@of_writers(*((kind, writer) for kind, writers in checkpoints.READERS.items() for writer in writers))
+def test_all_strategies_train_the_same(results, writer):
+    kind, strategy = writer
+    one, run = (results[path_of(name, kind)] for name in ("one", strategy))
+    assert len(run["losses"]) == checkpoints.STEPS * MICRO_BATCHES
+    assert_equal(dict(sorted(run["losses"].items())), one["losses"], 1e-5)
 
 
 def test_what_is_saved_is_not_what_a_run_starts_with(results):
@@ -100,14 +110,10 @@ def test_what_is_saved_is_not_what_a_run_starts_with(results):
 
 
 @pytest.mark.fast(
-    "fp8: ddp, ddp",
-    "fp8: fsdp1 file, one",
     "fp8: fsdp1, fsdp1",
     "fp8: fsdp2 file, fsdp1 file",
     "fp8: fsdp2, tensor parallel",
-    "fp8: tensor parallel, tensor parallel",
     "fp8: tensor parallel, fsdp2, one rank",
-    "fp16: ddp, fsdp2 file",
     "fp16: fsdp2 file, one",
 )
 @pytest.mark.parametrize("pair", checkpoints.PAIRS, ids=lambda pair: "{}: {}, {}".format(*pair))
@@ -131,21 +137,23 @@ def test_resumed_run_is_the_uninterrupted_one(results, folder, monkeypatch, pair
     assert_equal(run["weights"], whole["weights"], tolerance)
 
 
-@pytest.mark.parametrize(
-    ("kind", "writer"), [("fp8", "fsdp2"), ("fp8", "tensor parallel"), ("fp8", "fsdp1"), ("fp16", "fsdp2")]
-)
-def test_shards_become_a_file_for_one_device(results, folder, monkeypatch, kind, writer):
-    path, whole = path_of(writer, kind), results[path_of(writer, kind)]
+@pytest.mark.fast("fp8: fsdp2", "fp8: fsdp1")
+@of_writers(("fp8", "fsdp2"), ("fp8", "tensor parallel"), ("fp8", "fsdp1"), ("fp16", "fsdp2"))
+def test_shards_become_a_file_for_one_device(results, folder, monkeypatch, writer):
+    kind, strategy = writer
+    path, whole = path_of(strategy, kind), results[path_of(strategy, kind)]
     consolidate(folder / path, folder / f"{path}.consolidated")
     run = in_this_process("one", kind, folder, monkeypatch, f"{path}.consolidated")
     assert_equal(from_half(run["losses"]), from_half(whole["losses"]), 1e-5)
     assert_equal(run["weights"], whole["weights"], 1e-5)
 
 
-@pytest.mark.parametrize("writer", ["fsdp1", "fsdp1 file", "fsdp2", "fsdp2 file", "tensor parallel"])
+@pytest.mark.fast("fp8: fsdp1", "fp8: fsdp2", "fp8: fsdp2 file", "fp8: tensor parallel")
+@of_writers(*(("fp8", writer) for writer in ("fsdp1", "fsdp1 file", "fsdp2", "fsdp2 file", "tensor parallel")))
 def test_shards_are_restored_without_a_trainer(results, folder, writer):
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    one, found = (restore(checkpoints.Regression(torch.optim.SGD), folder / path_of(w, "fp8")) for w in ("one", writer))
+    paths = [folder / path_of(name, writer[0]) for name in ("one", writer[1])]
+    one, found = (restore(checkpoints.Regression(torch.optim.SGD), path) for path in paths)
     assert_equal(found.state_dict(), one.state_dict(), 1e-5)
     assert [layer.casts for layer in found.body[::2]] == [layer.casts for layer in one.body[::2]]
     assert_equal(found(x), one(x), 1e-5)

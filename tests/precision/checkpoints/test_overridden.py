@@ -61,7 +61,7 @@ def test_options_that_a_checkpoint_overrides_are_said_once_with_both_values():
     assert (group["initial_lr"], group["betas"], group["gamma1"]) == (1e-3, (0.9, 0.95), 0.7), "the claim is wrong"
 
 
-@each("before, after, lacks", [(AdamW, SGD, "momentum"), (SGD, AdamW, "betas"), (AdamW, RMSprop, "alpha")])
+@each("before, after, lacks", [(AdamW, SGD, "momentum"), (SGD, AdamW, "betas"), (AdamW, RMSprop, "alpha")], fast=1)
 def test_a_checkpoint_of_another_optimizer_is_named_in_the_first_step(before, after, lacks):
     fit(Model(partial(before, lr=0.1)), 3).save_checkpoint("first.ckpt")
     with (
@@ -81,9 +81,9 @@ def test_other_errors_of_keys_in_a_step_pass():
 
 
 SCHEDULERS = {
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=8),
     "none": None,
     "cosine": cosine(),
-    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=8),
     "milestones": partial(lr_scheduler.MultiStepLR, milestones=[2, 4]),
     "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9),
     "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2, T_mult=2),
@@ -94,13 +94,13 @@ SCHEDULERS = {
 }
 
 
-def test_what_moves_in_the_course_of_a_run_is_not_said():
+@each("make", SCHEDULERS.values(), fast=1)
+def test_what_moves_in_the_course_of_a_run_is_not_said(make):
     """Warnings are errors here. The weight decay is switched before the checkpoint; a cycle moves the betas, too."""
-    for name, make in SCHEDULERS.items():
-        for optimizer in (partial(AdamW, lr=0.1), partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)):
-            fit(Model(optimizer, make), 5, [WeightDecaySwitch(step=2)]).save_checkpoint("first.ckpt")
-            trainer = fit(Model(optimizer, make), 6, [WeightDecaySwitch(step=2)], ckpt_path="first.ckpt")
-            assert trainer.precision_plugin.overridden == [], name
+    for optimizer in (partial(AdamW, lr=0.1), partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)):
+        fit(Model(optimizer, make), 5, [WeightDecaySwitch(step=2)]).save_checkpoint("first.ckpt")
+        trainer = fit(Model(optimizer, make), 6, [WeightDecaySwitch(step=2)], ckpt_path="first.ckpt")
+        assert trainer.precision_plugin.overridden == []
 
 
 def test_options_of_nested_schedulers_and_of_several_groups():

@@ -97,7 +97,7 @@ def in_the_midst(plugin):
     plugin.set_blend(0.5)
 
 
-@pytest.mark.fast("nvfp4", "fp8-delayed", "bf16")
+@pytest.mark.fast("nvfp4", "fp8-delayed")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_loss_of_training_is_that_of_the_checkpoint(name, tmp_path):
     path = tmp_path / "last.ckpt"
@@ -247,7 +247,8 @@ def test_a_compiled_part_has_the_weights_of_one_that_is_not(is_compiled, tmp_pat
     else:
         weights = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name.replace("net.", "net._orig_mod."): one for name, one in weights.items()}
-    assert loss_of(restore(model, checkpoint)) == pytest.approx(expected, abs=1e-6)
+    with torch.compiler.set_stance("force_eager"):
+        assert loss_of(restore(model, checkpoint)) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.slow

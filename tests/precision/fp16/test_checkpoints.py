@@ -24,7 +24,7 @@ from tests.precision.regression_model import On, Regression, flat, state, traine
 from tests.tables import each
 
 
-@pytest.mark.fast("5-conservative", "4-torch's")
+@pytest.mark.fast("5-conservative")
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("cut", [3, 4, 5, 6])  # just before an overflow, after it, and between two
 def test_a_resumed_run_equals_the_uninterrupted_one(cut, scaler):
@@ -44,6 +44,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(cut, scaler):
     assert_same(checkpoint()["lightning_lowbit"], expected)
 
 
+@pytest.mark.fast("4")
 @pytest.mark.parametrize("cut", [3, 4, 6])
 def test_a_scaler_alone_in_lightnings_own_precision(cut):
     def plugin():
@@ -92,6 +93,7 @@ def amaxes(saved, scale):
     return {key: history / scale if key.endswith("_g") else history for key, history in saved["amax_history"].items()}
 
 
+@pytest.mark.fast("max")
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_histories_of_gradients_follow_the_scale(algorithm):
     """To the bit: a power of two moves no digit, of the histories nor of what is quantized with them."""
@@ -111,6 +113,7 @@ def test_histories_of_gradients_follow_the_scale(algorithm):
     assert_same(found.weights, fixed.weights, "weights")
 
 
+@pytest.mark.fast("bf16 to fp16", "above the cap")
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -157,7 +160,7 @@ CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor"
     ({"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "growth_interval": 9}},
      GradScaler("cpu", growth_interval=9)),
     ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
-])  # fmt: skip
+], fast=2)  # fmt: skip
 def test_from_yaml(scaler, expected):
     arguments = {"compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
     plugins = {"class_path": "lightning_lowbit.FP4Precision", "init_args": arguments}

@@ -103,7 +103,7 @@ def test_two_optimizers_share_a_backward_pass():
     assert torch.equal(flat(found), flat(expected)), "a scale is left in"
 
 
-@each("between", [False, True])
+@each("between", [False, True], fast=1)
 def test_clipping_by_hand_clips_true_gradients(between):
     """Without a step in between, so that the scale moves only after both."""
 
@@ -121,7 +121,7 @@ def test_clipping_by_hand_clips_true_gradients(between):
     assert min(found[1::2]) > 0.1, "those that are not"
 
 
-@each("set_to_none, with_other", [(True, False), (False, True), (True, True)])
+@each("set_to_none, with_other", [(True, False), (False, True), (True, True)], fast=2)
 def test_gradients_are_unscaled_after_a_step_that_was_left_out(set_to_none, with_other):
     def step(model, first, second, place):
         model.manual_backward(model.loss(8 * place, 1.0))
@@ -155,6 +155,7 @@ def test_clipped_gradients_keep_their_size_and_no_scaled_ones_are_added_to_them(
         trained(static(), partial(step, True))
 
 
+@pytest.mark.fast("make2-0", "StableSPAM-0")
 @pytest.mark.parametrize(
     ("make", "own"),
     [
@@ -232,10 +233,10 @@ def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts():
         fitted(fp16(moving()), ckpt_path="other.ckpt", max_steps=3)
 
 
-@pytest.mark.parametrize("make", [lambda: moving(hysteresis=2), lambda: GradScaler("cpu", **MOVING)])
+@each("make", [lambda: moving(hysteresis=2), lambda: GradScaler("cpu", **MOVING)], fast=1)
 def test_another_run_with_a_plugin_or_a_scaler_starts_from_the_beginning(make):
     plugin, other = (FP8Precision(history=3, compute_dtype="fp16", scaler=scaler) for scaler in [make()] * 2)
-    first, *others = (train(one, Overflowing((1, 4))) for one in (plugin, plugin, other))
+    first, *others = (train(one, Overflowing((1, 4)), 6) for one in (plugin, plugin, other))
     assert plugin.skipped_steps == 2, "those of the first run are counted"
     for seen in others:
         assert_same([seen.scalers, seen.saved, seen.weights], [first.scalers, first.saved, first.weights])

@@ -60,7 +60,7 @@ PRECISIONS = {
 }
 
 
-@each("name", PRECISIONS)
+@each("name", PRECISIONS, fast=2)
 def test_every_precision_trains_with_the_scaler_that_is_its_default(name):
     assert {name.split()[0] for name in PRECISIONS} == {name for name in precision.__all__ if "Precision" in name}
     plugin, model, dtypes = PRECISIONS[name](compute_dtype="fp16"), Regression(), set()
@@ -89,23 +89,24 @@ OPTIMIZERS = {
 }
 
 
-@each("name", OPTIMIZERS)
+@each("name", OPTIMIZERS, fast=3)
 def test_clips_true_gradients_whatever_the_optimizer(name):
     make = OPTIMIZERS[name]
-    by_norm = train(fp16(moving()), Overflowing(make=make), gradient_clip_val=1e-2)
+    by_norm = train(fp16(moving()), Overflowing(make=make), 4, gradient_clip_val=1e-2)
     for seen, clipped in zip(by_norm.gradients, by_norm.clipped, strict=True):
         assert seen.norm() > 0.1, "hooks come after clipping"
         # torch divides by the norm + 1e-6, and the norm of float32 has a relative error of its own.
         assert clipped.norm() == pytest.approx(1e-2, rel=1e-4)
-    by_value = train(fp16(moving()), Overflowing(make=make), gradient_clip_val=1e-4, gradient_clip_algorithm="value")
+    by_value = train(fp16(moving()), Overflowing(make=make), 4, gradient_clip_val=1e-4, gradient_clip_algorithm="value")
     assert all(clipped.abs().max().item() == pytest.approx(1e-4) for clipped in by_value.clipped)
     first, last = by_norm.weights[0], by_norm.weights[-1]
     assert not torch.equal(first, last), "nothing was trained"
     # The scale is a power of two, and no gradient here so small that it matters which.
-    fixed = train(fp16(static()), Overflowing(make=make), gradient_clip_val=1e-2)
+    fixed = train(fp16(static()), Overflowing(make=make), 4, gradient_clip_val=1e-2)
     assert_same(by_norm.weights, fixed.weights, "weights under a scale that moves")
 
 
+@pytest.mark.fast("{'gradient_clip_val': 0.01}")
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e-2}], ids=str)
 def test_fused_steps_are_those_that_are_not(options):
     fused, plain = (
@@ -133,7 +134,7 @@ def test_an_overflow_costs_a_step_and_nothing_else(name, accumulate, by):
     assert (plugin.skipped_steps.item(), plugin.skipped_steps.dtype, plugin.step) == (2, torch.int64, 6)
 
 
-@each("name", OPTIMIZERS)
+@each("name", OPTIMIZERS, fast=3)
 def test_the_very_first_step_is_skipped(name):
     """Then training goes on as if it began there; torch does not complain of a schedule that comes first."""
     make = OPTIMIZERS[name]
@@ -190,6 +191,7 @@ def distance(found, expected):
 CLOSE = 8 * 2.0**-11
 
 
+@pytest.mark.slow
 def test_tiny_gradients_need_a_scale():
     expected, found, without = Scaled(1e-8), Scaled(1e-8), Scaled(1e-8)
     train(LowBitPrecision("bf16", compute_dtype="fp32"), expected, steps=10)

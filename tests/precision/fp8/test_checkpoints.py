@@ -101,6 +101,7 @@ BASE = {"history": 4, "compute_dtype": "fp32"}
         ({}, {"smooth_swiglu": "channel"}, r"not in this model: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
         ({"smooth_swiglu": "channel"}, {}, r"missing there: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
     ],
+    fast=3,
 )
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_histories_of_other_settings_are_refused_and_can_be_left(before, after, message):
@@ -126,6 +127,7 @@ def test_a_checkpoint_of_fp4_starts_empty_histories_and_says_so():
         assert_histories(state(plugin), witness, 4)
 
 
+@pytest.mark.fast("mxfp8", "no plugin")
 @pytest.mark.parametrize(
     "other",
     [FP8Precision("current"), FP8Precision("mx"), FP4Precision(), None],

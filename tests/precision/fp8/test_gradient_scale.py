@@ -72,13 +72,14 @@ class Accumulating(Callback):
 @each(
     "make",
     [
-        lambda: Scheduler({0: 12, 3: 1}),
         lambda: Scheduler({0: 1, 1: 12, 2: 3, 3: 4}),
-        lambda: Accumulating({0: 6, 24: 1, 30: 2}),
+        lambda: Scheduler({0: 12, 3: 1}),
         lambda: Accumulating({0: 6, 2: 2, 25: 1}),  # within a step
-        lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_start"),
+        lambda: Accumulating({0: 6, 24: 1, 30: 2}),
         lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_end"),
+        lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_start"),
     ],
+    fast=3,
 )
 def test_another_number_of_micro_batches(make):
     change = make()
@@ -88,23 +89,35 @@ def test_another_number_of_micro_batches(make):
     assert_constant(norms)
 
 
-@each("scaler", [None, lambda: moving(growth_interval=1, growth_factor=1.5, init_scale=2.0**4)])
+def growing():
+    return moving(growth_interval=1, growth_factor=1.5, init_scale=2.0**4)
+
+
+@each(
+    "scaler, places",
+    [
+        (growing, ["start 2"]),
+        (growing, ["end 0", "end 1", "end 2", "start 1", "start 3"]),
+        (None, ["end 0", "end 1", "end 2", "start 1", "start 2", "start 3"]),
+    ],
+    fast=1,
+)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_a_run_resumed_where_it_changes(scaler):
+def test_a_run_resumed_where_it_changes(scaler, places):
     """Lightning's scheduler leaves its number aside in the rest of an epoch that is resumed, or adds fewer losses: the
     norms are those of scaling by the tensors themselves."""
     settings = {"compute_dtype": "fp16", "scaler": scaler} if scaler else {"compute_dtype": "fp32"}
 
     def resume(scaling, *callbacks, **kwargs):
         own = {name: value() if callable(value) else value for name, value in settings.items()}
-        return fit(FP8Precision(scaling, **own), *callbacks, **kwargs)
+        return fit(FP8Precision(scaling, **own), *callbacks, limit_train_batches=6, **kwargs)
 
     def changes():
-        return Scheduler({0: 3, 1: 1, 2: 4, 3: 6})
+        return Scheduler({0: 3, 1: 1, 2: 2, 3: 6})
 
     def save(place, trainer, batch):
-        if batch in (None, 11):
+        if batch in (None, 5):
             trainer.save_checkpoint(f"{place} {trainer.current_epoch}.ckpt")
 
     keep = On(
@@ -113,11 +126,11 @@ def test_a_run_resumed_where_it_changes(scaler):
     )
     whole = resume("delayed", changes(), keep)
     assert_constant(whole)
-    assert resume("delayed", changes(), ckpt_path="end 0.ckpt") == whole[4:], "not to the bit"
-    for place in ("end 0", "end 1", "end 2", "start 1", "start 2", "start 3"):
+    assert resume("delayed", changes(), ckpt_path="end 0.ckpt") == whole[2:], "not to the bit"
+    for place in places:
         found, expected = (resume(scaling, changes(), ckpt_path=f"{place}.ckpt") for scaling in ("delayed", "current"))
         assert found == pytest.approx(expected, rel=1e-2), place
-    assert_constant(resume("delayed", ckpt_path="end 1.ckpt", accumulate_grad_batches=12))
+    assert_constant(resume("delayed", ckpt_path="end 1.ckpt", accumulate_grad_batches=6))
 
 
 class Setting(Callback):
@@ -140,21 +153,23 @@ OVERFLOW = On(on_after_backward=overflow)
 
 
 @each(
-    ("scaler", "callbacks"),
+    ("scaler", "callbacks", "manual"),
     [
-        (lambda: static(2.0**12), []),
-        (lambda: moving(growth_interval=1, cap=2.0**14), []),
-        (lambda: moving(growth_interval=3, cooldown=0), [OVERFLOW]),
-        (lambda: moving(growth_interval=2, growth_factor=1.5), [OVERFLOW, Scheduler({0: 1, 2: 3, 3: 1})]),
-        (lambda: StaticGradScaler(2.0**8, device="cpu"), [Setting()]),
+        (lambda: moving(growth_interval=2, growth_factor=1.5), [OVERFLOW, Scheduler({0: 1, 1: 3, 2: 1})], False),
+        (lambda: static(2.0**12), [], False),
+        (lambda: static(2.0**12), [], True),
+        (lambda: StaticGradScaler(2.0**8, device="cpu"), [Setting()], False),
+        (lambda: StaticGradScaler(2.0**8, device="cpu"), [Setting()], True),
+        (lambda: moving(growth_interval=1, cap=2.0**14), [], False),
+        (lambda: moving(growth_interval=1, cap=2.0**14), [], True),
+        (lambda: moving(growth_interval=3, cooldown=0), [OVERFLOW], False),
+        (lambda: moving(growth_interval=3, cooldown=0), [OVERFLOW], True),
     ],
+    fast=2,
 )
-@each("manual", [False, True])
 def test_another_loss_scale(scaler, callbacks, manual):
-    if manual and any(isinstance(callback, Scheduler) for callback in callbacks):
-        return
     plugin = delayed(compute_dtype="fp16", scaler=scaler())
-    norms = fit(plugin, *callbacks, model=Net(manual=manual), max_epochs=2 if manual else 4)
+    norms = fit(plugin, *callbacks, model=Net(manual=manual), max_epochs=3 if len(callbacks) == 2 else 2)
     assert_constant([norm for norm in norms if norm < 1e3])
     assert bool(plugin.skipped_steps) == (OVERFLOW in callbacks)
 
@@ -175,17 +190,17 @@ def test_a_loss_of_another_size_in_training_step_is_told():
         delayed().scale_gradients(0)
 
 
-def test_a_rollback_restores_the_scale_that_its_amaxes_have():
+@each("scaler", [lambda: moving(growth_interval=5), lambda: None], fast=1)
+def test_a_rollback_restores_the_scale_that_its_amaxes_have(scaler):
     class Spike(Net):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if self.trainer.global_step == 14 else loss
 
-    for scaler in (None, moving(growth_interval=5)):
-        plugin = delayed(compute_dtype="fp32" if scaler is None else "fp16", scaler=scaler)
-        rollback = SpikeRollback(warmup_steps=2, history=5, every_n_steps=12, good_for=4)
-        model = Spike()
-        with pytest.warns(UserWarning, match=r"SpikeRollback: The loss of step 14 is nan"):
-            norms = fit(plugin, rollback, Scheduler({0: 12, 2: 1}), model=model)
-        assert len(norms) == 26
-        assert_constant([norm for norm in norms if norm == norm])
+    own = scaler()
+    plugin = delayed(compute_dtype="fp32" if own is None else "fp16", scaler=own)
+    rollback = SpikeRollback(warmup_steps=2, history=5, every_n_steps=12, good_for=4)
+    with pytest.warns(UserWarning, match=r"SpikeRollback: The loss of step 14 is nan"):
+        norms = fit(plugin, rollback, Scheduler({0: 12, 2: 1}), model=Spike())
+    assert len(norms) == 26
+    assert_constant([norm for norm in norms if norm == norm])

@@ -1,5 +1,7 @@
 """Training in FP8: losses, histories, and what has no part in them."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -22,18 +24,25 @@ from tests.precision.regression_model import (
 )
 
 
-@pytest.mark.fast("delayed-token", "current-channel", "blockwise-None")
+@pytest.mark.fast("delayed-token")
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
 @pytest.mark.parametrize("scaling", ["delayed", "current", "row", "blockwise", "mx"])
 def test_loss_falls(scaling, smooth):
-    def train(plugin):
-        model = fitted(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4).lightning_module
-        return torch.stack(model.val_losses[2:6]).mean(), torch.stack(model.val_losses[-4:]).mean()
-
-    first, last = train(FP8Precision(scaling, smooth_swiglu=smooth, history=4 if scaling == "delayed" else 16))
+    first, last = losses(FP8Precision(scaling, smooth_swiglu=smooth, history=4 if scaling == "delayed" else 16))
     assert last < 0.4 * first, f"the loss only falls from {first:.3f} to {last:.3f}"
-    _, in_bf16 = train(LowBitPrecision("bf16"))
+    _, in_bf16 = losses_in_bf16()
     assert last < 1.5 * in_bf16, f"the loss falls to {last:.3f}, in bf16 to {in_bf16:.3f}"
+
+
+def losses(plugin):
+    """Of validation, before training and after it."""
+    model = fitted(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4).lightning_module
+    return torch.stack(model.val_losses[2:6]).mean(), torch.stack(model.val_losses[-4:]).mean()
+
+
+@cache
+def losses_in_bf16():
+    return losses(LowBitPrecision("bf16"))
 
 
 def delayed(history=4, **kwargs):
@@ -103,6 +112,7 @@ class Manual(Regression):
                 optimizer.step()
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("steps", [False, True])
 def test_manual_optimization(steps):
     """Smoothing in the second step of a batch is that of its own channels."""
@@ -161,6 +171,7 @@ def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
     assert histories != none, "evaluation does not use the histories"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("same_plugin", [True, False])
 @pytest.mark.parametrize("same_model", [True, False])
 def test_another_trainer_starts_anew(same_plugin, same_model):

@@ -41,7 +41,7 @@ def test_both_ranks_have_the_histories_of_what_both_saw(results, smooth):
         assert not any(torch.equal(amax, rank["channels"][name]) for name, amax in found["channel_amax"].items())
 
 
-@pytest.mark.fast("current", "current, channels smoothed", "delayed, tokens smoothed")
+@pytest.mark.fast("current", "delayed, tokens smoothed")
 @pytest.mark.parametrize("counted", [name for name in COUNTED if name != "without the plugin"])
 def test_collectives(results, counted):
     """One more per optimizer step where there are histories, whatever their number; nowhere else any."""

@@ -51,7 +51,7 @@ def assert_same_gradients(found, expected, what):
         assert not differ, f"{what}: {differ} of {gradient.numel()} elements of the gradient of {name} differ"
 
 
-@each("name", CASTS)
+@each("name", CASTS, fast=6)
 def test_a_power_of_two_does_not_change_gradients(name):
     """Scales follow the tensor, so that a power of two comes out again, through stochastic rounding too."""
     layers = Quantized(name)

@@ -48,7 +48,7 @@ THROUGH = {
 }
 
 
-@pytest.mark.pairwise(1)
+@pytest.mark.fast("state of a used one-ShardedConservativeGradScaler", "pickle-ConservativeGradScaler")
 @pytest.mark.parametrize("cls", [ConservativeGradScaler, ShardedConservativeGradScaler])
 @pytest.mark.parametrize("through", THROUGH)
 def test_a_resumed_run_is_the_uninterrupted_one(cls, through, tmp_path):

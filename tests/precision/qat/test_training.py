@@ -21,6 +21,7 @@ PLUGINS = {
 }
 
 
+@pytest.mark.fast("ternary", "A8W4, zero points")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_loss_falls_and_weights_keep_their_names(name):
     plugin = PLUGINS[name]()
@@ -37,7 +38,7 @@ def trained(plugin, *shares, ckpt_path=None, callbacks=(), **kwargs):
     return fitted(plugin, ckpt_path=ckpt_path, callbacks=[Ramp(*shares), *callbacks], **options).lightning_module
 
 
-@each("name", PLUGINS)
+@each("name", PLUGINS, fast=2)
 def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name):
     make = PLUGINS[name]
     assert torch.equal(flat(trained(make(), 0.0)), flat(trained(LowBitPrecision("bf16"))))
@@ -61,7 +62,7 @@ def test_the_share_is_one_tensor_for_all_layers():
     assert (model.head.lowbit.blend, plugin.blend.item(), plugin.is_blending) == (None, 1.0, False)
 
 
-@each("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)])
+@each("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)], fast=3)
 def test_what_is_no_share_is_refused(share):
     plugin = ternary()
     model = trained(plugin, 0.25)
@@ -81,6 +82,7 @@ def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1():
     assert torch.equal(flat(other), flat(trained(ternary())))
 
 
+@pytest.mark.fast("0.3")
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_evaluation_has_the_share_in_force(share):
     plugin = ternary(compute_dtype="bf16")

@@ -12,8 +12,8 @@ from tests.ranks import Regression
 STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 32, 64
 LONGEST = 3  # steps of a run
 SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "vocab_size": VOCABULARY,

@@ -33,6 +33,7 @@ from tests.tables import each
         (4, 1, 1, {4: 4, 8: 8}),
         (1, 4, 1, {4: 4, 8: 8}),
     ],
+    fast=2,
 )
 def test_logged_in_the_step_or_in_the_next_one_that_is_logged(every, log_every, micro, expected):
     """By step in which it is logged, the step that was measured."""
@@ -45,7 +46,7 @@ def test_logged_in_the_step_or_in_the_next_one_that_is_logged(every, log_every, 
     assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.2"}
 
 
-@each("kind", ["draws", "layers"])
+@each("kind", ["draws", "layers"], fast=1)
 def test_read_once_after_each_measurement(kind, monkeypatch):
     hooks = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
     Watched, reads = counted(GradientNoiseMonitor, monkeypatch, hooks)
@@ -73,7 +74,7 @@ def test_a_warning_is_said_once():
         monitor.measurements("gradient_noise")
 
 
-@each("kind", ["draws", "layers"])
+@each("kind", ["draws", "layers"], fast=1)
 def test_a_switch_follows(kind):
     monitor = GradientNoiseMonitor(1, kind, threshold=1e-3)
     run = trainer(NOISY, PrecisionSwitch("bf16", below={"threshold": 1e6, "measurements": 2}), monitor)

@@ -134,14 +134,14 @@ def test_code_of_a_run_that_was_not_measured_is_not_taken(tmp_path, monkeypatch)
     torch._dynamo.reset()
 
 
-@each("recompute", [False, True])
+@each("recompute", [True, False], fast=1)
 def test_other_callbacks_do_not_see_draws(recompute):
     """Neither what layers measure of their operands, nor FLOPs."""
     found = []
     for monitors in ([GradientNoiseMonitor(1)], []):
         torch.manual_seed(11)  # of dropout
         summary = PrecisionSummary(quiet=True)
-        run = trainer(LowBitPrecision("fp8-delayed", seed=2), summary, QuantizationMonitor(), *monitors)
+        run = trainer(LowBitPrecision("fp8-delayed", seed=2), summary, QuantizationMonitor(), *monitors, max_steps=3)
         run.fit(Checkpointed(0.1) if recompute else Model(0.1))
         metrics = {name: float(value) for name, value in run.callback_metrics.items() if "gradient_noise" not in name}
         found.append((metrics, summary.coverage().flops, summary.counter.recomputed))
@@ -163,7 +163,7 @@ def test_strategies_that_are_refused(kind, micro, message):
         GradientNoiseMonitor()._source.check(run, Model())
 
 
-@each("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
+@each("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}], fast=1)
 def test_random_bits_of_the_forward_pass_are_not_measured(casts):
     casts = LinearCasts.of({"fprop_w": Cast(**E2M1), "fprop_x": Cast(**E2M1), **casts})
     with pytest.warns(UserWarning, match="forward pass of net.0 has some, too.*use kind='layers'"):

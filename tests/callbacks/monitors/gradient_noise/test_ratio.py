@@ -58,7 +58,7 @@ def test_averaged_over_the_last_measurements():
     assert ratios(averaged)[0] == ratios(single)[0] != ratios(averaged)[1]
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_not_averaged_over_a_switch(kind):
     """In finetuning nothing is measured; back in training the window is that of other weights."""
     monitor, single = GradientNoiseMonitor(1, kind, average=5), GradientNoiseMonitor(1, kind, average=1)
@@ -80,7 +80,7 @@ CHANGES = {
 }
 
 
-@each("change", CHANGES)
+@each("change", CHANGES, fast=1)
 def test_not_averaged_over_a_change_of_precision(change):
     class Changes(Callback):
         def on_train_batch_start(self, run, *_):
@@ -148,6 +148,7 @@ def frozen_in_part(net):
         *((kind, frozen_in_part, ["net.0", "net.2"]) for kind in KINDS),
         *((kind, frozen, []) for kind in KINDS),
     ],
+    fast=2,
 )
 def test_weights_that_are_shared_or_frozen(kind, change, layers):
     model, monitor = Model(), GradientNoiseMonitor(1, kind, layers=["net.*"])
@@ -161,7 +162,7 @@ def test_weights_that_are_shared_or_frozen(kind, change, layers):
     assert set(model.calls.values()) == {1}, "a draw for nothing"
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
     """The backward pass computes in fp16, where powers of two change no digit; nor do scales that change on the way."""
 
@@ -170,19 +171,18 @@ def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
             run.precision_plugin.scaler._scale.mul_(2)
 
     found = []
-    for scale, others in ((2.0**6, ()), (2.0**9, ()), (2.0**7, (Grows(),))):
+    for scale, others in ((2.0**6, ()), (2.0**7, (Grows(),))):
         monitor = GradientNoiseMonitor(1, kind)
         plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=StaticGradScaler(scale, device="cpu"), seed=2)
         torch.manual_seed(1)
-        trainer(plugin, monitor, *others).fit(Model(0.01))
+        trainer(plugin, monitor, *others, max_steps=3).fit(Model(0.01))
         found.append(ratios(monitor))
-    assert len(found[0]) == 6
+    assert len(found[0]) == 3
     rel = 0 if kind == "draws" else 1e-4  # dW' is rounded to fp16, below its smallest normal number too
     assert found[1] == pytest.approx(found[0], rel=rel)
-    assert found[2] == pytest.approx(found[0], rel=rel)
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_an_overflow_is_no_measurement(kind):
     monitor = GradientNoiseMonitor(1, kind, average=2)
     plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=torch.amp.GradScaler("cpu", 2.0**24), seed=2)
@@ -197,7 +197,7 @@ def test_an_overflow_is_no_measurement(kind):
     assert torch.load("state.pt", weights_only=True)["measurements"] == monitor.measurements()
 
 
-@each("kind", KINDS)
+@each("kind", KINDS, fast=1)
 def test_activations_as_codes_have_the_same_noise(kind):
     """In a step that is measured, layers keep their input: codes would hold one draw of its random bits."""
     found = []

@@ -49,6 +49,7 @@ def test_first_norms_are_no_spikes():
     assert spikes_of(enough, steps=11, said=SAID.format(11, 1, 0.1))
 
 
+@pytest.mark.slow
 def test_a_new_level_is_no_spike_for_ever():
     factors = {**dict.fromkeys(range(12, 40), 6.0), 38: 31.0}
     found = spikes_of(factors, GradientNormMonitor(limit=None), 40, said=SAID.format(13, 6, 1))
@@ -62,10 +63,11 @@ def test_the_factor_and_the_decay():
     assert spikes_of({12: 1.5, 13: 6.0}, monitor, said=SAID.format(14, 6, 1.5))
 
 
+@pytest.mark.slow
 def test_no_more_spikes_are_listed_than_needed():
-    factors = dict.fromkeys(range(12, 240, 2), 6.0)
-    found = spikes_of(factors, steps=240, said="Gradient norm")
-    assert len(factors) == 114
+    factors = dict.fromkeys((step for step in range(12, 130) if step % 9), 6.0)  # ten in a row are a new level
+    found = spikes_of(factors, GradientNormMonitor(limit=None), 130, said="Gradient norm")
+    assert len(factors) == 105
     assert [step for step, *_ in found] == [batch + 1 for batch in factors][-100:]
 
 
@@ -114,6 +116,7 @@ def test_the_limit():
     spikes_of({step: 40.0 / (1 + step) for step in range(24)}, steps=24)
 
 
+@pytest.mark.slow
 def test_a_level_that_rose_is_above_the_limit():
     """A norm doubles every four steps: never five times its running mean of the last few, in the end ten medians."""
     rising = {step: 2 ** (step / 4) for step in range(40)}

@@ -71,7 +71,7 @@ def reported(monitor, run):
     return [block.text for block in section.blocks if isinstance(block, Text)]
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -91,7 +91,7 @@ def test_falls_of_a_first_scale_that_is_too_large_do_not_count():
     warned("Loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
 
 
-@each("plugin", [lambda: lowbit(conservative()), lambda: mixed(torchs())])
+@each("plugin", [lambda: lowbit(conservative()), lambda: mixed(torchs())], fast=1)
 def test_each_of_two_optimizers_counts(plugin):
     monitor, model = LossScaleMonitor(), Manual({(0, 1), (2, 0), (3, 0), (3, 1)})
     run = fit(monitor, plugin(), model, max_steps=12, log_every_n_steps=2)
@@ -119,7 +119,7 @@ def test_a_batch_without_a_step_counts_nothing():
 SHORT = {"limit_train_batches": 1, "log_every_n_steps": 3}
 
 
-@each("before, after", [(3, 3), (2, 3), (5, 3), (3, 4)])
+@each("before, after", [(3, 3), (2, 3), (5, 3), (3, 4)], fast=2)
 def test_falls_before_the_checkpoint_count(before, after):
     """Also with another number of them, of which as many are known as were looked at."""
     run = trainer(LossScaleMonitor(before), max_steps=5, **SHORT)
@@ -155,6 +155,7 @@ def test_what_was_not_said_before_the_checkpoint_is_said_after_it():
         (lambda: conservative(floor=2.0**10), {1, 4, 5}, 1),
         (lambda: conservative(cap=2.0**10, growth_interval=1, cooldown=0), {1, 4, 5}, 1),
     ],
+    fast=2,
 )
 def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(make, overflows, every):
     """Under Lightning's plugin it unscales within its step; the scale falls, or is static, tolerant or at a bound."""

@@ -11,6 +11,7 @@ from tests.tables import each
 BOUNDS = {"falls": 3, "within": 4}
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("make", [conservative, torchs])
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
 def test_too_many_falls(make, plugin):
@@ -27,6 +28,7 @@ def test_too_many_falls(make, plugin):
     silent(make(growth_interval=100), {1, 4, 7}, plugin, **FALLS)
 
 
+@pytest.mark.fast("5-10")
 @pytest.mark.parametrize(("every", "at"), [(5, 10), (50, 20)])  # the first logged step after them, or the last one
 def test_too_many_falls_between_two_logged_steps(every, at):
     """What falls where nobody looks is told of when somebody does, also where single falls come after it."""
@@ -39,6 +41,7 @@ def test_too_many_falls_between_two_logged_steps(every, at):
     silent(conservative(growth_interval=100), {1, 4, 7, 18}, **options)
 
 
+@pytest.mark.fast("lowbit")
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
 def test_overflows_that_are_tolerated_are_no_falls(plugin):
     silent(conservative(hysteresis=3), {1, 2, 3}, plugin, falls=2)
@@ -54,6 +57,7 @@ def test_at_its_floor_overflows_count():
     silent(leaves, {2, 5, 8}, falls=3, within=3, max_steps=10)  # at it in the steps 1, 3, 4, 6, 7, 9 and 10
 
 
+@pytest.mark.fast("mixed")
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
 def test_a_static_scale_is_at_no_bound_and_counts_overflows(plugin):
     advice = "Loss scale, step 3: 3 overflows came within 6 optimizer steps at 1024, where it stays: lower it"
@@ -68,6 +72,7 @@ def test_a_static_scale_is_at_no_bound_and_counts_overflows(plugin):
         (lambda: torchs(init_scale=2.0, growth_interval=100), 1),
         (lambda: torchs(init_scale=1.0, growth_interval=100), 1),  # falls below 1, where it has no floor
     ],
+    fast=1,
 )
 def test_the_floor(make, floor):
     first = 2 if make().get_scale() > floor else 1  # the first step at the floor

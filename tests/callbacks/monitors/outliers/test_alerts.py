@@ -23,6 +23,7 @@ def test_a_channel_takes_off():
     assert "mlp.up_proj, step 16: channel 5 of what enters it reaches 60.1, where the largest of all was 6" in text
 
 
+@pytest.mark.slow
 def test_takeoff_needs_measurements_and_can_be_changed():
     six = dict.fromkeys(range(40), 6.0)
     fit(Model({**six, 9: 700.0}), OutlierMonitor(["up_proj"], swiglu=False), max_steps=10)  # warnings are errors
@@ -32,6 +33,7 @@ def test_takeoff_needs_measurements_and_can_be_changed():
         fit(Model({**six, 10: 12.1}), OutlierMonitor(["up_proj"], swiglu=False, takeoff=2.0), max_steps=11)
 
 
+@pytest.mark.fast("nan")
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_not_finite(value):
     class Still(Model):

@@ -15,6 +15,7 @@ from tests.metrics.activations import activation_outliers
 METRICS = ("activation_max", "kurtosis", "outliers")
 
 
+@pytest.mark.fast("2-3")
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 3)])
 def test_curves_are_what_the_definitions_say(every, accumulate):
     """Outliers are beyond the rms of their pass, the rest is of all micro-batches together."""
@@ -96,6 +97,7 @@ def test_an_input_by_keyword():
     assert found[1]["kurtosis/lm_head"] == pytest.approx(float(wanted.kurtosis), rel=1e-5)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_computing_activations_again_changes_no_value(reentrant):
     def again(mlp, x):

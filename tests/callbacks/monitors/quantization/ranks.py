@@ -12,7 +12,7 @@ from tests.ranks import RANKS, STRATEGIES
 
 STEPS, EVERY = 4, 2
 
-RUNS = [*((strategy, "int4") for strategy in ("ddp", "fsdp2", "fsdp1")), ("ddp", "nvfp4"), ("fsdp2", "nvfp4")]
+RUNS = [*((strategy, "int4") for strategy in ("ddp", "fsdp2", "fsdp1")), ("fsdp2", "nvfp4")]
 
 
 class Regression(ranks.Regression):

@@ -71,11 +71,11 @@ INT2 = partial(LowBitPrecision, "int2")
     (heavy_tailed, {"plugin": LOW}, "step 1: 97.9% of its weight are 0, where 27.0% are expected.*a factor of 0.866 "
      r"\(zeros_tolerance=0.15\)"),
     (heavy_tailed, {"plugin": TernaryPrecision, "zeros_tolerance": 0.9}, None),
-    (heavy_tailed, {"plugin": INT2}, None),  # its scale is not made of the mean: nothing is expected, and none is 0
     # Counted from the first look, in optimizer steps, for each layer; of a frozen layer nothing is expected.
     (None, {"no_flips_for": 3, "steps": 8, "every": 2, "accumulate": 2}, "step 6: no code of its weight has changed in "
      r"a logged step for 4 optimizer steps \(no_flips_for=3\). Look at its gradient and learning rate"),
-])  # fmt: skip
+    (heavy_tailed, {"plugin": INT2}, None),  # its scale is not made of the mean: nothing is expected, and none is 0
+], fast=2)  # fmt: skip
 def test_what_is_said_of_a_weight(fill, options, words):
     model = still(fill)
     model.layer[2].requires_grad_(fill is not None)
@@ -84,15 +84,16 @@ def test_what_is_said_of_a_weight(fill, options, words):
     assert not said or re.match(f"layer.0, {words}", said[0]), said
 
 
-def test_a_healthy_run_has_no_alerts():
-    for plugin in (TERNARY, HIGH, INT2):
-        assert said_in(Two(), plugin=plugin, no_flips_for=2) == []
+@each("plugin", [TERNARY, HIGH, INT2], fast=1)
+def test_a_healthy_run_has_no_alerts(plugin):
+    assert said_in(Two(), plugin=plugin, no_flips_for=2) == []
 
 
 def act(batch, action, *arguments):
     return AtStep(batch, lambda run: action(run, *arguments))
 
 
+@pytest.mark.slow
 def test_a_flip_begins_the_count_anew():
     """Two steps from the fourth, in which codes flip, to the sixth."""
 
@@ -102,7 +103,7 @@ def test_a_flip_begins_the_count_anew():
     assert said_in(still(), act(3, learn, 0.05), act(4, learn, 0.0), no_flips_for=3) == []
 
 
-@each("operands", [True, False])
+@each("operands", [True, False], fast=1)
 def test_steps_that_were_not_seen_do_not_count(operands):
     def switch(run, phase):
         run.precision_plugin.set_phase(phase)
@@ -111,6 +112,7 @@ def test_steps_that_were_not_seen_do_not_count(operands):
     assert said_in(still(), *switches, steps=7, no_flips_for=3, operands=operands) == []
 
 
+@pytest.mark.slow
 def test_steps_of_a_frozen_weight_do_not_count():
     def thaw(run):
         run.lightning_module.layer[0].requires_grad_(True)
@@ -120,6 +122,7 @@ def test_steps_of_a_frozen_weight_do_not_count():
     assert said_in(model, act(4, thaw), no_flips_for=3, only=["layer.0"]) == []
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite():
     said = said_in(still(lambda weight: weight.fill_(math.nan)))
     text = next(text for text in said if "no element" in text)
@@ -157,7 +160,7 @@ def test_underflow_is_said_once():
     assert "(underflow_limit=0.5): few large elements take the range from the others. Smaller blocks, stoch" in text
 
 
-@each("plugin, limit", [(INT4, 0.97), (partial(LowBitPrecision, "ternary"), 1e-3)])
+@each("plugin, limit", [(INT4, 0.97), (partial(LowBitPrecision, "ternary"), 1e-3)], fast=1)
 def test_underflow_that_is_tolerated(plugin, limit):
     """Zeros are levels of ternary weights."""
     spoil = outlier if plugin is INT4 else torch.ones_like
@@ -180,7 +183,7 @@ def test_what_is_not_finite_is_said_once():
     assert math.isnan(of_layers(logged(run)[2])["layer.0", "fprop_x"]["sqnr"])
 
 
-@each("operands, weights", [(True, None), (True, False), (False, True), (False, None)])
+@each("operands, weights", [(True, None), (True, False), (False, True), (False, None)], fast=2)
 def test_operands_or_weights(operands, weights):
     monitor = QuantizationMonitor(only=[r"layer\.2"], operands=operands, weights=weights)
     run = trainer(monitor, plugin="nvfp4", log_every_n_steps=6)

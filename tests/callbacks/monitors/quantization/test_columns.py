@@ -125,6 +125,7 @@ def test_nothing_is_computed_in_other_steps():
     assert steps == [2, 3, 5, 6], "before and after the third and the sixth step"
 
 
+@pytest.mark.slow
 def test_codes_are_kept_for_a_step_only():
     """Also where the phase has changed by its end."""
     kept = []
@@ -141,6 +142,7 @@ def test_codes_are_kept_for_a_step_only():
     assert kept == [0] * 6
 
 
+@pytest.mark.fast("phase")
 @pytest.mark.parametrize("off", ["phase", "λ"])
 def test_nothing_is_logged_while_weights_are_not_quantized(off):
     def switch(on):

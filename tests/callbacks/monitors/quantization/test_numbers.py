@@ -1,6 +1,7 @@
 """Statistics of operands are those of the metrics."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -47,9 +48,7 @@ PLUGINS = {
 }
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@each("accumulate, plugin", product([3, 1], PLUGINS), fast=2)
 def test_numbers_are_those_of_the_metrics(plugin, accumulate):
     """Of each layer and operand, over all micro-batches of a step that is logged, and of no other."""
     steps = []
@@ -112,7 +111,7 @@ def test_phases():
                 assert all(math.isfinite(value) for value in found[step].values()), f"step {step}"
 
 
-@each("share", [0.0, 0.4])
+@each("share", [0.0, 0.4], fast=1)
 def test_on_the_way_numbers_are_of_where_it_leads(share):
     """Of the first step, whose weights and inputs are those of a run with λ = 1."""
     plugins = [LowBitPrecision("nvfp4") for _ in range(2)]
@@ -141,7 +140,7 @@ def test_manual_optimization():
                 assert_numbers(found[layer, operand], expected[layer, operand], f"step {step}, {layer}, {operand}")
 
 
-@each("accumulate", [1, 3])
+@each("accumulate", [1, 3], fast=1)
 def test_evaluation_does_not_count(accumulate):
     """Neither between steps nor between micro-batches; its inputs are a hundred times as large."""
     validates = {"limit_val_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 2}
@@ -177,7 +176,7 @@ def test_a_compiled_model_logs_the_same(compiler):
     assert compilations[3:8] == [compilations[3]] * 5, f"after the second logged step: {compilations}"
 
 
-@each("casts", ["nvfp4", "quartet2"])
+@each("casts", ["nvfp4", "quartet2"], fast=1)
 def test_statistics_of_blocks_are_logged_and_reported(casts):
     """Of each layer and operand: scales between the least and the largest, and histograms that add up to 1."""
     monitor = QuantizationMonitor(weights=False, blocks=True)

@@ -79,6 +79,7 @@ def test_layers_are_let_go_of_when_a_step_is_cut_short():
     assert list(logged(run)) == [0]
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path, order):
     """The points of the history are those of the logger, also of the last step; and the page has a chart of them."""
@@ -98,6 +99,7 @@ def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path, order):
     assert "sqnr/wgrad_g" in page
 
 
+@pytest.mark.fast("-1")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_path, order):

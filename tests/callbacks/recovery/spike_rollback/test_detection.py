@@ -142,6 +142,7 @@ def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one():
     assert read == [(step, step - 2) for step in range(2, 10)]
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("within", [1, 1000])
 def test_gives_up_without_progress(within):
     """From step 10 on all losses are bad: each time two more steps are taken; the good snapshot stays the same one."""
@@ -152,6 +153,7 @@ def test_gives_up_without_progress(within):
     assert_same(model.everything(), fit(Scripted(range(8))).end, "the weights were not put back")
 
 
+@pytest.mark.fast("17-True")
 @pytest.mark.parametrize(("within", "gives_up"), [(16, False), (17, True)])
 def test_gives_up_within_a_window_only(within, gives_up):
     """Spikes at 8 and 24, and with them rollbacks at 10 and 26, from different snapshots."""
@@ -160,6 +162,7 @@ def test_gives_up_within_a_window_only(within, gives_up):
         rolled_back(rollback(max_rollbacks=1, within=within), model=Scripted(range(40), {8: "nan", 24: "nan"}))
 
 
+@pytest.mark.slow
 def test_a_run_that_has_converged_goes_on():
     """Near 0 every loss is many times the mean; those that are not small have gone back as often as they may."""
     start, settled = [1.0, 1.1, 0.9, 1.0], [1e-6 * (1 + i % 3) for i in range(8)]

@@ -30,7 +30,7 @@ def resumed(*callbacks, bad=None, **kwargs):
     return fit(Scripted(range(20), bad), *callbacks, ckpt_path="saved.ckpt", **kwargs)
 
 
-@each("schedule", [lambda made: ExponentialLR(made, 0.9), lambda made: LambdaLR(made, lambda step: 0.9**step)])
+@each("schedule", [lambda made: ExponentialLR(made, 0.9), lambda made: LambdaLR(made, lambda step: 0.9**step)], fast=1)
 def test_learning_rates_are_lower_for_some_steps(schedule):
     model = Scripted(range(20), {BAD: "nan"}, scheduler=schedule)
     rolled_back(rollback(lr_factor=0.25, recovery_steps=3), model=model)
@@ -47,7 +47,7 @@ def test_a_phase_for_some_steps_or_until_the_run_ends():
     assert not model.made._optimizer_step_pre_hooks, "the optimizer was not let go of"
 
 
-@each("to, at, goes_on", [("qaf", 16, False), ("bf16", 15, True), ("bf16", 16, True)])
+@each("to, at, goes_on", [("qaf", 16, False), ("bf16", 15, True), ("bf16", 16, True)], fast=1)
 def test_a_switch_that_acts_meanwhile_has_the_last_word(to, at, goes_on):
     """Also one to the phase of the recovery; a resumed run remembers it, with or without the switch."""
 
@@ -60,6 +60,7 @@ def test_a_switch_that_acts_meanwhile_has_the_last_word(to, at, goes_on):
     assert resumed(*callbacks(goes_on), plugin=FP8Precision()).phases == whole[at:], "it forgot the switch"
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("first", [True, False])
 def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first):
     def callbacks():
@@ -74,6 +75,7 @@ def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first):
     assert len(blends) == 26 and blends[20:] == blends[14:20], "λ did not go on"
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_with_the_recovery():
     settings = {"phase": "bf16", "recovery_steps": 6}
     run = trainer(rollback(**settings), plugin=FP8Precision(), max_steps=16)
@@ -99,6 +101,7 @@ def test_phase_and_learning_rates_are_their_own_after_a_step_that_broke_off():
     assert not model.made._optimizer_step_pre_hooks
 
 
+@pytest.mark.fast("15")
 @pytest.mark.parametrize("at", [13, 15, 16, 18])
 def test_a_recovery_goes_on_in_a_resumed_run(at):
     callback, again = (rollback(phase="bf16", lr_factor=0.5, recovery_steps=4) for _ in range(2))

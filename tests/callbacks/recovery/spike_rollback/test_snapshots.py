@@ -1,6 +1,6 @@
 """Where a rollback ends: the run without the bad batches; which snapshot is taken."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -27,17 +27,14 @@ from tests.precision.regression_model import On
 from tests.tables import each
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("device", ["same", "cpu"])
-@pytest.mark.parametrize("kind", ["spike", "nan"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each("optimizer, kind, device", product(OPTIMIZERS, ["spike", "nan"], ["same", "cpu"]), fast=3)
 def test_ends_as_the_run_that_never_saw_the_batches(optimizer, kind, device):
     callback, model = rollback(device=device), Scripted(range(20), {BAD: kind}, optimizer)
     assert_undone(rolled_back(callback, model=model))
     assert steps(callback) == [(13, 11, 8)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each("optimizer", OPTIMIZERS, fast=2)
 def test_without_a_spike_nothing_changes(optimizer):
     callback = rollback(lr_factor=0.5)
     found = fit(Scripted(range(20), optimizer=optimizer), callback)
@@ -66,14 +63,14 @@ def test_objects_stay():
     # The last steps are judged, too.
     ("SGD", {}, {18: "spike"}, [(20, 18, 16)], range(16)),
     ("SGD", {}, {19: "spike"}, [(20, 19, 16)], range(16)),
-])  # fmt: skip
+], fast=2)  # fmt: skip
 def test_nothing_of_a_bad_update_is_left(optimizer, settings, bad, rollbacks, kept):
     callback = rollback(**settings)
     assert_undone(rolled_back(callback, model=Scripted(range(20), bad, optimizer)), kept)
     assert steps(callback) == rollbacks
 
 
-@each("good_for, to", [(0, 8), (2, 8), (3, 8), (4, 0), (7, 0)])
+@each("good_for, to", [(3, 8), (0, 8), (4, 0), (2, 8), (7, 0)], fast=2)
 def test_a_snapshot_proves_good(good_for, to):
     """Of the snapshot of step 8, where the losses of 8, 9 and 10 are good and that of 11 is not. That of 0 precedes."""
     rolled_back(callback := rollback(good_for=good_for, every_n_steps=8))
@@ -93,6 +90,7 @@ PLUGINS = {
 
 
 @pytest.mark.filterwarnings("ignore:SpikeRollback")
+@pytest.mark.fast("fp16, fp8, delayed")
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin):
     """Random bits differ, of which these casts have none: they round to nearest."""
@@ -136,7 +134,7 @@ class Grows(Scripted):
             self.again = {name: value.clone() for name, value in self.state_dict().items()}
 
 
-@each("joins", [6, 9, BAD])
+@each("joins", [6, 9, BAD], fast=2)
 def test_a_layer_that_joins_goes_back_too(joins):
     """To the snapshot of step 8 or, where it has joined since, to how it joined."""
     model = rolled_back(callback := rollback(), model=Grows(range(20), {BAD: "nan"}, joins=joins), says=RESTORED)

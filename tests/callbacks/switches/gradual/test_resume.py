@@ -11,6 +11,7 @@ from tests.callbacks.switches.runs import RESUMES, Validated, fit
 from tests.curves import csv_curves
 from tests.lightning_imports import CSVLogger
 from tests.precision.regression_model import Regression, state, two_casts
+from tests.tables import each
 
 pytestmark = RESUMES
 
@@ -32,12 +33,13 @@ def assert_resumes(switches, at, keep, **kwargs):
         assert resumed_plugin == plugin
 
 
-def test_a_resumed_run_goes_on_with_the_switch():
+@each("at", [[1, 3, 5], [2, 4, 6]], fast=1)
+def test_a_resumed_run_goes_on_with_the_switch(at):
     switches = [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
-    assert_resumes(switches, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
+    assert_resumes(switches, at, "trained", accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize(("keep", "at"), [("trained", [3, 7, 9, 11]), ("validated", [2, 6, 8, 10])])
+@each(("keep", "at"), [("validated", [2, 6, 8, 10]), ("trained", [3, 7, 9, 11])], fast=1)
 def test_a_resumed_run_remembers_the_plateau(keep, at):
     """Validations after steps 2, 4, …: the third is the first without an improvement, the fourth the last that counts.
 
@@ -92,6 +94,7 @@ def test_a_run_that_ends_in_the_middle_says_so_and_so_does_one_that_resumes_ther
     assert resumed.blends == pytest.approx([0.4])
 
 
+@pytest.mark.fast("plateau1")
 @pytest.mark.parametrize("plateau", [None, {"patience": 1}])
 def test_a_switch_may_be_given_twice(plateau):
     when = {"at": 0.0} if plateau is None else {"plateau": plateau}

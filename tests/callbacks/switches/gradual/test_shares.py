@@ -1,5 +1,7 @@
 """λ of each step of a gradual switch, its schedules, and several switches."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -13,9 +15,11 @@ from tests.tables import each
 pytestmark = RESUMES
 
 
-@each("accumulate", [1, 3])
-@each("when", [{"at": 0.25, "over": 0.5}, {"step": 2, "steps": 4}, {"at": 0.25, "steps": 4}])
-def test_rises_step_by_step(when, accumulate):
+WHEN = [{"at": 0.25, "over": 0.5}, {"step": 2, "steps": 4}, {"at": 0.25, "steps": 4}]
+
+
+@each("accumulate, when", product([1, 3], WHEN), fast=2)
+def test_rises_step_by_step(accumulate, when):
     seen = fit(PrecisionSwitch("fqt", **when), accumulate_grad_batches=accumulate)
     assert seen.blends == [1, 1, 0, 0.25, 0.5, 0.75, 1, 1]
 

@@ -21,7 +21,7 @@ def tensor_rate(p):
     return torch.optim.Adam(p, torch.tensor(1.0), capturable=False, foreach=False)
 
 
-@each("make, accumulate", [(adam, 1), (tensor_rate, 2), (lambda p: Adaptive(adam(p)), 1)])
+@each("make, accumulate", [(adam, 1), (tensor_rate, 2), (lambda p: Adaptive(adam(p)), 1)], fast=2)
 def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make, accumulate):
     model = Scheduled(make)
     fit_fp4(QAFSwitch(step=1, rewarm=4), model=model, accumulate_grad_batches=accumulate)
@@ -81,7 +81,7 @@ OPTIMIZERS = {
 GUARDS = ("steps", "threshold", "norm_mean", "norm_mean_square", "norm_mean_weight")
 
 
-@each("name", OPTIMIZERS)
+@each("name", OPTIMIZERS, fast=2)
 def test_moments_start_anew_and_guards_go_on(name):
     """After a step that follows the reset, moments are those of its gradients alone."""
     states = []
@@ -110,6 +110,7 @@ def test_moments_start_anew_and_guards_go_on(name):
     assert ("steps" in before) == (name not in ("sgd", "adamw"))
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_each_switch_that_acted_is_reported_once(resumed):
     def make():
