@@ -91,6 +91,15 @@ class SaveConfig(SaveConfigCallback):
 class LowBitCLI(LightningCLI):
     """Lightning's command line, with checks before anything is written."""
 
+    def __init__(self, args: list[str], **kwargs: Any) -> None:
+        self._command = args[0]
+        super().__init__(args=args, **kwargs)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if subcommand == self._command:
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        return self.init_parser(**kwargs)  # one without arguments, which take long to add
+
     def before_instantiate_classes(self) -> None:
         config = self.config[str(self.subcommand)]
         folder = config.trainer.default_root_dir

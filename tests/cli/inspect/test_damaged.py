@@ -140,7 +140,7 @@ def index(draw, path):
     return path
 
 
-ELSEWHERE = ["", "x" * 5000, "a\0b", "~nobody_there/a.ckpt", "/", "/dev/null/a", "\ud800.ckpt"]
+ELSEWHERE = ["", "x" * 5000, "a\0b", "~nobody_there/a.ckpt", "/dev", "/dev/null/a", "\ud800.ckpt"]
 PLACES = {
     "nothing": lambda path: None,
     "folder": Path.mkdir,
