@@ -49,7 +49,7 @@ def test_what_is_printed(capsys):
         *("16 devices: 16 data-parallel (fsdp)", "32,768 tokens a step: 8 sequences of 256", "optimizer state"),
         *("fits on h100 with your figures", "data sheets of h100 with your figures", "all_gather of parameters"),
         *( "GEMMs are assumed to reach 30% of the peak, links 70%"),
-        *("h100 has no arithmetic for fp4", "Not in it:", "A step: host-bound, ", "in a CUDA graph: "),
+        *("h100 with your figures has no arithmetic for fp4", "Not in it:", "A step: host-bound, ", "in a CUDA graph: "),
         "eager, on a host as slow as --launch says: ",
     ):
         assert part in shown, part

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from tests.cli.inspect.models import inspect
@@ -176,12 +175,12 @@ def make(number, path):
     return inspected
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.filterwarnings("ignore")  # what torch says of rare tensors
 @pytest.mark.parametrize(
     "cases", [range(60), pytest.param(range(60, 1060), marks=pytest.mark.slow)], ids=["60", "1000"]
 )
 def test_whatever_is_given_the_answer_is_a_table_or_one_line(cases, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # takes longer than all else
     statuses = []
     for number in cases:
         folder = tmp_path / str(number)
