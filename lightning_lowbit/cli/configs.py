@@ -9,6 +9,7 @@ arguments of classes that take a list, a single item is accepted: ``skip lm_head
 import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from types import UnionType
@@ -26,7 +27,8 @@ OVERLAY, STUDY = "overlays", "studies"
 _NEEDS_NO_RECIPE = r"--(model|model\.class_path|print_config|help|[\w.]+\.help)(=|$)"
 
 
-def recipes() -> dict[str, Path]:
+@cache
+def recipes() -> Mapping[str, Path]:
     folder = Path(str(files("lightning_lowbit.recipes")))
     return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
 

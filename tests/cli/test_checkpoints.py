@@ -88,10 +88,10 @@ def test_what_torch_does_not_load_is_answered_in_one_line(capsys):
     Path("mine.ckpt").write_bytes(b"of no plugin\0")
     torch.save({"folder": Path("runs")}, "objects.ckpt")
     for command, path, message in (
-        ("fit", "mine", "mine.ckpt cannot be loaded (UnpicklingError). It is damaged, or no checkpoint: give another."),
-        ("validate", "objects", "beside tensors and primitives. If you trust whoever wrote it, give --weights_only fal"),
+        ("fit", "mine.ckpt", "cannot be loaded (UnpicklingError). It is damaged, or no checkpoint: give another."),
+        ("validate", "objects.ckpt", "If you trust whoever wrote it, give --weights_only false."),
     ):
-        assert lowbit(f"--ckpt_path={path}.ckpt", command=command) == 2
+        assert lowbit(f"--ckpt_path={path}", command=command) == 2
         assert message in capsys.readouterr().err.splitlines()[-1], (path, command)
 
 

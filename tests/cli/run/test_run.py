@@ -19,7 +19,6 @@ from lightning_lowbit._lightning import Callback, CSVLogger, TensorBoardLogger, 
 from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
 from tests.tables import each
 
-
 RUN = Path("runs/tiny/version_0")
 LAST = RUN / "checkpoints/last.ckpt"
 NEXT_STEPS = (f"--ckpt_path={LAST}", "--trainer.max_steps=8")
@@ -160,6 +159,7 @@ def test_last_is_searched_where_the_checkpoints_are():
 
 
 # --- validate takes the casts of a checkpoint, whatever those of the configuration are ---
+
 
 def validated(capsys, *recipes, option="--trainer.num_nodes=1"):
     """The validation loss that the command prints."""
