@@ -90,14 +90,13 @@ def test_the_same_seed_gives_the_same_run_also_from_the_saved_configuration():
 
 
 @pytest.mark.usefixtures("quickstart")
-def test_validate_from_a_checkpoint(capsys, caplog):
+def test_validate_from_a_checkpoint(capsys, told):
     dtype, loss = "--trainer.plugins.init_args.compute_dtype", scalars(RUN, "val_loss")[5]
     capsys.readouterr()
-    with caplog.at_level("INFO"):
-        assert lowbit("--ckpt_path=last", command="validate") == 0
-        assert "is evaluated in it" not in caplog.text
-        assert lowbit(f"--ckpt_path={LAST}", f"{dtype}=bf16", command="validate") == 0
-    assert "trained in torch.float32 and is evaluated in it, not in torch.bfloat16" in caplog.text
+    assert lowbit("--ckpt_path=last", command="validate") == 0
+    assert "is evaluated in it" not in told.text
+    assert lowbit(f"--ckpt_path={LAST}", f"{dtype}=bf16", command="validate") == 0
+    assert "trained in torch.float32 and is evaluated in it, not in torch.bfloat16" in told.text
     said = "lowbit validate: runs/tiny/version_0/checkpoints/last.ckpt, in LowBitPrecision(<of a checkpoint: nvfp4 in"
     assert capsys.readouterr().out.count(said) == 2
     for version in (1, 2):
@@ -184,10 +183,9 @@ def test_the_loss_is_that_of_the_training(overlay, capsys):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickstart")
-def test_the_dtype_of_the_training_is_taken_without_a_word(capsys, caplog):
-    with caplog.at_level("INFO"):
-        assert validated(capsys, option="--trainer.plugins.init_args.compute_dtype=fp32") == validated(capsys)
-    assert "is evaluated in it" not in caplog.text
+def test_the_dtype_of_the_training_is_taken_without_a_word(capsys, told):
+    assert validated(capsys, option="--trainer.plugins.init_args.compute_dtype=fp32") == validated(capsys)
+    assert "is evaluated in it" not in told.text
 
 
 class Begun(Callback):
