@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
     this machine's clock. Where locks do not help (another machine, a file system without locks), these are the files
     that changed within an hour, or have the number of a process that lives.
     """
-    for left, parts in _leftovers(folder, suffix, below).items():
+    for left, parts in _leftovers(_entries(folder, suffix, below), suffix).items():
         with suppress(OSError), _lock(left.parent, alone=True) as alone:
             if alone is not False and _is_dead(left, parts, has_locks=alone is True):
                 if parts["kind"] == _PREVIOUS:
@@ -108,8 +108,9 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
 
 def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
     """Returns the complete files and directories with a suffix in a folder, and the old versions of others."""
-    complete = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
-    leftovers = _leftovers(folder, suffix, below).items()
+    entries = [*_entries(folder, suffix, below)]
+    complete = {path for path in entries if path.suffix == suffix}
+    leftovers = _leftovers(entries, suffix).items()
     previous = {left: left.with_name(parts["name"]) for left, parts in leftovers if parts["kind"] == _PREVIOUS}
     return complete | {left for left, path in previous.items() if path not in complete}
 
@@ -119,17 +120,18 @@ def name_of(path: Path) -> str:
     return match["name"] if match else path.name
 
 
-def _leftovers(folder: Path, suffix: str, below: bool) -> dict[Path, re.Match[str]]:
+def _leftovers(entries: Iterable[Path], suffix: str) -> dict[Path, re.Match[str]]:
     """Returns what processes left, and the parts of its name."""
-    matches = {path: _LEFT.fullmatch(path.name) for path in _entries(folder, suffix, below)}
+    matches = {path: _LEFT.fullmatch(path.name) for path in entries}
     return {path: match for path, match in matches.items() if match and match["name"].endswith(suffix)}
 
 
 def _entries(folder: Path, suffix: str, below: bool) -> Iterator[Path]:
+    """Yields files and directories with a suffix, and what may be left of them."""
+    endings = (suffix, _PARTIAL, _PREVIOUS)
     for place, folders, files in os.walk(folder):
-        yield from (Path(place, name) for name in (*folders, *files))
-        checkpoints = (suffix, _PARTIAL, _PREVIOUS)
-        folders[:] = [name for name in folders if below and not name.endswith(checkpoints)]
+        yield from (Path(place, name) for name in (*folders, *files) if name.endswith(endings))
+        folders[:] = [name for name in folders if below and not name.endswith(endings)]
 
 
 def _is_dead(left: Path, parts: re.Match[str], has_locks: bool) -> bool:

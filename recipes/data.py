@@ -68,10 +68,12 @@ def find_files(path: str | None) -> list[Path]:
             f" {HUB}NAME:CONFIG for a data set of the Hugging Face Hub."
         )
     files = {}
-    for file in root.rglob("*"):
+    # Beside the standard library lie all installed packages.
+    standard = (top for top in root.iterdir() if top.name.removesuffix(".py") in sys.stdlib_module_names)
+    tops = [root] if path is not None else [*standard]
+    for file in (file for top in tops for file in (top, *top.rglob("*"))):
         parts = file.relative_to(root).parts
-        standard = parts[0].removesuffix(".py") in sys.stdlib_module_names and TESTS.isdisjoint(parts)
-        wanted = kind_of(file) is not None if path is not None else standard and file.suffix == ".py"
+        wanted = kind_of(file) is not None if path is not None else file.suffix == ".py" and TESTS.isdisjoint(parts)
         if wanted and not any(part.startswith(".") for part in parts) and file.is_file():
             files[hashlib.sha256("/".join(parts).encode(errors="surrogateescape")).digest()] = file
     if not files:

@@ -5,8 +5,9 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -148,13 +149,16 @@ def class_at(path: Any) -> Any:
     return cls if inspect.isclass(cls) else None
 
 
-def arguments_of(class_path: str) -> set[str] | None:
+def arguments_of(class_path: str) -> Set[str] | None:
+    cls = class_at(class_path)
+    return None if cls is None else _taken_by(cls)
+
+
+@cache
+def _taken_by(cls: type) -> frozenset[str]:
     from jsonargparse import ArgumentParser  # slow to import, and `lowbit ls` needs none
 
-    cls = class_at(class_path)
-    if cls is None:
-        return None
     try:
-        return set(ArgumentParser().add_class_arguments(cls, fail_untyped=False))
+        return frozenset(ArgumentParser().add_class_arguments(cls, fail_untyped=False))
     except ValueError:  # a class written in C
-        return set()
+        return frozenset()

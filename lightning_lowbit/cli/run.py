@@ -11,6 +11,7 @@ from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
+import yaml
 from jsonargparse import ArgumentError, Namespace
 
 import lightning_lowbit.callbacks  # registers short names of classes, as do the next two
@@ -85,11 +86,20 @@ class SaveConfig(SaveConfigCallback):
             comment = "".join(f"# {line}\n" for line in (head, *options)) if options else ""
             Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder) / self.config_filename
-            replace_file(path, comment + self.parser.dump(self.config, skip_none=False))
+            replace_file(path, comment + self.parser.dump(self.config, skip_none=False, skip_validation=True))
 
 
 class LowBitCLI(LightningCLI):
     """Lightning's command line, with checks before anything is written."""
+
+    def __init__(self, args: list[str], **kwargs: Any) -> None:
+        self._command = args[0]
+        super().__init__(args=args, **kwargs)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if subcommand == self._command:
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        return self.init_parser(**kwargs)  # one without arguments, which take long to add
 
     def before_instantiate_classes(self) -> None:
         config = self.config[str(self.subcommand)]
@@ -159,6 +169,13 @@ class LowBitCLI(LightningCLI):
         for name, what in _DIVISORS.items():
             if is_number(trainer[name]):  # an interval may be a time, too
                 positive(f"trainer.{name}", trainer[name], what)
+
+    def _dump_config(self) -> None:
+        """Sets the hyperparameters that Lightning saves, as its own method does, which checks them again."""
+        if not hasattr(self, "config_dump"):
+            options = {"skip_link_targets": False, "skip_none": False, "skip_validation": True}
+            text = self.parser.dump(self.config, format="yaml", **options)
+            self.config_dump = yaml.safe_load(text)[str(self.subcommand)]
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning would let hyperparameters in a checkpoint override the configuration."""

@@ -7,7 +7,6 @@ What the sources leave open (a decorator, a class that another function makes) i
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -119,13 +118,18 @@ def resolve(dotted: str, module: Module, passed: frozenset[str] = frozenset()) -
     return None
 
 
-def _imports(module: Module) -> Iterator[tuple[str, list[ast.alias]]]:
+@cache
+def _imports(module: Module) -> list[tuple[str, list[ast.alias]]]:
+    """Lists what a module imports: from where, and the names."""
+    imports, parts = [], module.package.split(".")
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):  # `import a.b` binds a
-            yield "", [alias if alias.asname else ast.alias(alias.name.partition(".")[0]) for alias in node.names]
+            names = [alias if alias.asname else ast.alias(alias.name.partition(".")[0]) for alias in node.names]
+            imports.append(("", names))
         elif isinstance(node, ast.ImportFrom):
-            above = module.package.split(".")[: len(module.package.split(".")) - node.level + 1] if node.level else []
-            yield ".".join([*above, *filter(None, [node.module])]), node.names
+            above = parts[: len(parts) - node.level + 1] if node.level else []
+            imports.append((".".join([*above, *filter(None, [node.module])]), node.names))
+    return imports
 
 
 @cache
@@ -186,9 +190,15 @@ def missing_class(path: str) -> list[str] | None:
     """Returns the names that a module of this package, Lightning or torch has, if it lacks the one of a path; None if
     it has it, or its source leaves open what it has."""
     name, _, attribute = path.rpartition(".")
-    root = name.partition(".")[0]
-    module = read_module(name) if root in PACKAGES else None
-    if module is None or (root != _OWN and _OPEN.search(ast.unparse(module.tree))):
+    names = _names(name) if name.partition(".")[0] in PACKAGES else None
+    return None if names is None or attribute in names else sorted(names)
+
+
+@cache
+def _names(name: str) -> frozenset[str] | None:
+    """Returns the names that a module has; None if its source leaves them open, or there is none."""
+    module = read_module(name)
+    if module is None or (name.partition(".")[0] != _OWN and _OPEN.search(ast.unparse(module.tree))):
         return None
     names: set[str] = set()
     for node in ast.walk(module.tree):
@@ -201,7 +211,7 @@ def missing_class(path: str) -> list[str] | None:
                 names |= set(ast.literal_eval(node.value))
     names |= {alias.asname or alias.name for _, aliases in _imports(module) for alias in aliases}
     is_open = "*" in names and "__all__" not in names
-    return None if is_open or attribute in names else sorted(names - {"*"})
+    return None if is_open else frozenset(names - {"*"})
 
 
 @cache

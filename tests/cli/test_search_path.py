@@ -101,11 +101,13 @@ def test_every_command_finds_classes_of_the_current_folder(done):
     assert "val_loss" in processes[VALIDATE].stdout
 
 
-def test_a_picture_is_not_drawn_by_a_file_of_the_current_folder():
+@pytest.mark.fast("ls-")
+@pytest.mark.parametrize("command, picture", [("ls", ""), ("inspect good.ckpt --casts=nvfp4", "good_casts.png")])
+def test_an_empty_entry_of_the_search_path_does_not_run_the_current_folder(command, picture):
     poison()
     torch.save({"weight": torch.randn(16, 32)}, "good.ckpt")
-    done = run(*LOWBIT, "inspect", "good.ckpt", "--casts=nvfp4", PYTHONPATH=os.pathsep)
-    assert done.returncode == 0 and Path("good_casts.png").exists(), done.stderr
+    done = run(*LOWBIT, *command.split(), PYTHONPATH=os.pathsep)
+    assert done.returncode == 0 and Path(picture).exists(), done.stderr
 
 
 def test_modules_of_the_current_folder_are_found_last_and_only_by_the_command(tmp_path, monkeypatch):

@@ -56,6 +56,8 @@ def test_layers_that_it_cannot_hold_are_refused_by_name():
     assert [bitnet.obstacle("0", layer_of(casts)) for casts in (TERNARY, absmax)] == [None] * 2
 
 
+@pytest.mark.slow  # the module of transformers takes seconds to import
+@torch.compiler.set_stance("force_eager")  # else its helpers are compiled
 def test_a_loaded_layer_shows_each_of_its_elements():
     pytest.importorskip("transformers")
     (weight,) = weights(trained_model(nn.Sequential(nn.Linear(16, 8)), TERNARY))

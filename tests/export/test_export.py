@@ -57,27 +57,33 @@ def test_integers_of_any_width_lie_in_one_stream_of_bits():
 
 
 @pytest.mark.filterwarnings("ignore:transformers computes with a folder of nvfp4-w4a16 in torch.bfloat16 alone")
-def test_an_exported_folder_is_read_back_with_the_codes_and_the_outputs_of_the_training(trained, tmp_path):
-    for casts, format, shared in (
+@each(
+    "casts, format, shared",
+    [
         ("nvfp4", "nvfp4-w4a16", True),
         ("nvfp4-nvidia", "modelopt-nvfp4", True),
-        ("int4", "int4", False),
         ("fp8-delayed", "fp8", True),  # static scales
+        ("int4", "int4", False),
         ("fp8-blockwise", "fp8", False),  # cut tiles
-    ):
-        checkpoint = trained("llama", casts, steps=4, shared=shared)
-        export(checkpoint, format, tmp_path / casts, dtype="fp32")
-        original, model = read(checkpoint), load(tmp_path / casts, dtype=torch.float32)
-        assert torch.equal(logits(model), logits(original.model)), casts
-        layer = model.model.layers[0].mlp.up_proj
-        expected = original.layers["model.layers.0.mlp.up_proj"].full_casts
-        assert layer.casts.replace(fprop_w=None) == expected.replace(fprop_w=None)
-        assert layer.casts == expected or casts == "fp8-delayed"  # whose weight has the scale of the file
-        matrices = {weight.name: weight.quantized.dequantize() for weight in weights(original)}
-        unpack_frozen(model)
-        for name, matrix in matrices.items():
-            # One product of a file's scales is rounded before the elements are multiplied, or after.
-            assert_close(model.get_submodule(name).weight, matrix, rtol=2.0**-22, atol=0, msg=name)
+    ],
+    fast=2,
+)
+def test_an_exported_folder_is_read_back_with_the_codes_and_the_outputs_of_the_training(
+    casts, format, shared, trained, tmp_path
+):
+    checkpoint = trained("llama", casts, steps=4, shared=shared)
+    export(checkpoint, format, tmp_path / casts, dtype="fp32")
+    original, model = read(checkpoint), load(tmp_path / casts, dtype=torch.float32)
+    assert torch.equal(logits(model), logits(original.model)), casts
+    layer = model.model.layers[0].mlp.up_proj
+    expected = original.layers["model.layers.0.mlp.up_proj"].full_casts
+    assert layer.casts.replace(fprop_w=None) == expected.replace(fprop_w=None)
+    assert layer.casts == expected or casts == "fp8-delayed"  # whose weight has the scale of the file
+    matrices = {weight.name: weight.quantized.dequantize() for weight in weights(original)}
+    unpack_frozen(model)
+    for name, matrix in matrices.items():
+        # One product of a file's scales is rounded before the elements are multiplied, or after.
+        assert_close(model.get_submodule(name).weight, matrix, rtol=2.0**-22, atol=0, msg=name)
 
 
 def test_each_weight_is_read_once_and_knows_the_amax_that_it_shares(trained, monkeypatch):

@@ -18,6 +18,7 @@ from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.core.watch import LayerAmaxes
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution
 from tests.export.originals import VOCABULARY, greedy, language_model, trained_model
+from tests.tables import each
 
 FORMAT = onnx.FORMATS["onnx"]
 ROWS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
@@ -274,21 +275,22 @@ def test_incomplete_blocks_tiles_and_zero_points_compute_the_same(tmp_path):
         assert_close(loaded(x), original.model(x))
 
 
-@pytest.mark.slow
+@each("is_calibrated", [True, False], fast=1)
 @torch.no_grad()
-def test_known_amaxes_become_static_scales(tmp_path):
+def test_known_amaxes_become_static_scales(is_calibrated, tmp_path):
     """Those of calibration, and of delayed scaling. ``QuantizeLinear`` divides where the training multiplies."""
-    x = torch.randn(64, 32)
-    by_tensor = LinearCasts(Cast("int8", Scale("fp32", "tensor")), ROWS)
-    calibrated = trained_model(nn.Sequential(nn.Linear(32, 16)), by_tensor)
-    delayed = trained_model(nn.Sequential(nn.Linear(32, 16)), LinearCasts.preset("fp8-delayed"))
-    known = torch.full((6,), 2.5)
-    known[1] = 0  # of the weight there is none
-    delayed.layers["0"].lowbit.amaxes = LayerAmaxes(known, torch.zeros(6), torch.zeros(0), torch.zeros(0), [False])
+    x, amaxes = torch.randn(64, 32), None
+    casts = LinearCasts(Cast("int8", Scale("fp32", "tensor")), ROWS)
+    original = trained_model(nn.Sequential(nn.Linear(32, 16)), casts if is_calibrated else "fp8-delayed")
+    if is_calibrated:
+        amaxes = {"0": x.abs().max().item()}
+    else:
+        known = torch.full((6,), 2.5)
+        known[1] = 0  # of the weight there is none
+        original.layers["0"].lowbit.amaxes = LayerAmaxes(known, torch.zeros(6), torch.zeros(0), torch.zeros(0), [False])
     package = pytest.importorskip("onnx")
-    for original, amaxes in ((calibrated, {"0": x.abs().max().item()}), (delayed, None)):
-        loaded = written(original, tmp_path, shape=(2, 32), input_amaxes=amaxes)
-        operators = [node.op_type for node in package.load(tmp_path / "model.onnx").graph.node]
-        assert operators.count("QuantizeLinear") == 1 and "Abs" not in operators, amaxes
-        difference = loaded(x) - original.model(x)
-        assert difference.norm() < 1e-3 * original.model(x).norm(), amaxes
+    loaded = written(original, tmp_path, shape=(2, 32), input_amaxes=amaxes)
+    operators = [node.op_type for node in package.load(tmp_path / "model.onnx").graph.node]
+    assert operators.count("QuantizeLinear") == 1 and "Abs" not in operators
+    difference = loaded(x) - original.model(x)
+    assert difference.norm() < 1e-3 * original.model(x).norm()

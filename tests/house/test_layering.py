@@ -174,7 +174,7 @@ def test_imports_inside_functions_have_a_reason():
 
 def test_a_file_fits_in_one_reading_and_a_folder_on_one_screen():
     tests = sorted(Path(__file__).parents[1].rglob("*.py"))
-    long = {str(path): n for path in [*FILES, *RECIPES, *tests] if (n := structure.code_lines(path)) > 300}
+    long = structure.long_files([*FILES, *RECIPES, *tests])
     assert not long, f"lines of code: {long}; 300 at most"
     folders = Counter(path.parent for path in [*FILES, *RECIPES, *tests])
     full = {str(folder): n for folder, n in folders.items() if n > 14}

@@ -79,7 +79,7 @@ def test_sources_hold_the_recipes_without_an_installation_and_beside_one_of_anot
     (tmp_path / "recipes" / "__init__.py").touch()
     code = f"""if True:
         import sys
-        from importlib.util import spec_from_file_location
+        from importlib.util import find_spec, spec_from_file_location
         sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
 
         class OtherClone:
@@ -88,8 +88,7 @@ def test_sources_hold_the_recipes_without_an_installation_and_beside_one_of_anot
                 return spec_from_file_location(name, file) if name == "lightning_lowbit.recipes" else None
 
         if OTHER: sys.meta_path.insert(0, OtherClone)
-        import lightning_lowbit.recipes.tuning.adapters
-        print(lightning_lowbit.recipes.tuning.adapters.__file__)
+        print(find_spec("lightning_lowbit.recipes.tuning.adapters").origin)
     """
     for other in ("False", "True"):
         command = [sys.executable, "-c", code.replace("OTHER", other)]

@@ -97,7 +97,7 @@ def one_of_each_kind(names):
 RUNNING = sorted({*one_of_each_kind(ONE_DEVICE), *one_of_each_kind(ONE_DEVICE[::-1])})
 
 
-@pytest.mark.fast("quickstart", "c4", "ternary", "stable_spam")
+@pytest.mark.fast("c4")
 @pytest.mark.parametrize("name", RUNNING)
 def test_two_steps(name):
     configs = COMBINATIONS[name]
@@ -169,7 +169,7 @@ def test_lora_trains_adapters_alone(overlays):
         assert found.dtype == torch.uint8 if is_packed else torch.equal(found, expected), name
 
 
-@pytest.mark.fast("nvfp4", "adam_mini_adaptive", "fp16")
+@pytest.mark.fast("adam_mini_adaptive")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_full_size(name):
     with torch.device("meta"):

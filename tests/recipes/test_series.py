@@ -19,6 +19,7 @@ from lightning_lowbit.recipes.series.tables import new_york
 from tests.lightning_imports import quiet_trainer
 from tests.recipes.data.runs import SaveAlways
 from tests.recipes.recipe_names import run_json
+from tests.tables import each
 
 SMALL = """
 trainer: {max_steps: 2, log_every_n_steps: 1, val_check_interval: 1}
@@ -181,17 +182,17 @@ def test_two_steps(overlay, weather):
     assert {"val_loss", "val_naive", "grad_norm", "loss"} <= set(result["metrics"])
 
 
-def test_full_size():
-    """Both sizes, on the meta device: what reads values and what forecasts them is left out."""
+@each("overlays, size", [([], 435_000), (["series_weather"], 909_000)], fast=1)
+def test_full_size(overlays, size):
+    """On the meta device: what reads values and what forecasts them is left out."""
     names = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")] + ["ff.0", "ff.3"]
     expected = {f"model.model.encoder.layers.{layer}.{name}" for layer in range(3) for name in names}
-    for overlays, size in ([], 435_000), (["series_weather"], 909_000):
-        made = run.make_on_meta(["fit", "--config=series", *(f"--config={name}" for name in overlays)])
-        (plugin,) = made.plugins
-        assert set(plugin.plan(made.model)) == expected
-        assert (made.model.context, made.model.horizon) == (made.datamodule.context, made.datamodule.horizon)
-        assert all(parameter.is_meta for parameter in made.model.parameters())
-        assert sum(parameter.numel() for parameter in made.model.parameters()) == pytest.approx(size, abs=500)
+    made = run.make_on_meta(["fit", "--config=series", *(f"--config={name}" for name in overlays)])
+    (plugin,) = made.plugins
+    assert set(plugin.plan(made.model)) == expected
+    assert (made.model.context, made.model.horizon) == (made.datamodule.context, made.datamodule.horizon)
+    assert all(parameter.is_meta for parameter in made.model.parameters())
+    assert sum(parameter.numel() for parameter in made.model.parameters()) == pytest.approx(size, abs=500)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(walk):

@@ -38,7 +38,7 @@ def take(loader, batches):
     return [[tuple(sequence) for sequence in batch.tolist()] for batch in islice(loader, batches)]
 
 
-@pytest.mark.fast("once-1-2", "again and again-3-0")
+@pytest.mark.fast("once-1-2")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("shards", [(500, 1, 500), (11, 4)], ids=["once", "again and again"])

@@ -46,7 +46,10 @@ def test_a_page_has_all_rows_in_charts_of_eight_colors():
     assert [name for names in pieces for name in names[1:]] == [*many][1:]
 
 
-@each("names", [["never"], ["never", "fine"], ["fine", "never"], ["fine", "alike"], ["none", "fine"], ["unknown"]])
+LITTLE = [["never"], ["never", "fine"], ["fine", "never"], ["fine", "alike"], ["none", "fine"], ["unknown"]]
+
+
+@each("names", LITTLE, fast=2)
 def test_pictures_of_little(names):
     known = rows(never=[None], fine=[2.0], alike=[2.0], none=[])
     known["unknown"] = {0: result(2.0, metrics={"loss": 1.0}, history={})}

@@ -197,7 +197,7 @@ def verdicts_in_words(table):
     return f"Of {len(verdicts)} claims {'; '.join(f'*{verdict}*: {runs}' for verdict, runs in of.items())}."
 
 
-@each("path", sorted((DOCS / "studies").glob("*.json")))
+@each("path", sorted((DOCS / "studies").glob("*.json")), fast=5)
 @pytest.mark.usefixtures("no_pictures")
 def test_a_page_of_the_results_has_the_table_of_a_record(path):
     record = read_record(path)

@@ -11,6 +11,7 @@ from lightning_lowbit import LinearCasts, cli
 from lightning_lowbit.cli.lab.estimate.shapes import describe, operations
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import SMALL
+from tests.tables import each
 
 QUICK = ["--config=quickstart", f"--model.init_args.config={json.dumps(SMALL)}"]
 
@@ -41,38 +42,36 @@ def test_llama_7b_on_256_devices(capsys):
 
 
 def test_what_is_printed(capsys):
-    assert estimate(*QUICK, "--devices=16", "--strategy=fsdp", "--utilization=0.3") == 0
+    peak = "--peak=fp32=1,bf16=989"
+    assert estimate(*QUICK, "--devices=16", "--strategy=fsdp", "--utilization=0.3", peak) == 0
     shown = capsys.readouterr().out
     for part in (
         *("16 devices: 16 data-parallel (fsdp)", "32,768 tokens a step: 8 sequences of 256", "optimizer state"),
-        *("fits on h100", "all_gather of parameters", "GEMMs are assumed to reach 30% of the peak, links 70%"),
-        *("h100 has no arithmetic for fp4", "Not in it:", "A step: host-bound, ", "in a CUDA graph: "),
-        "eager, on a host as slow as --launch says: ",
+        *("fits on h100 with your figures", "all_gather of parameters", "data sheets of h100 with your figures"),
+        *("GEMMs are assumed to reach 30% of the peak, links 70%", "h100 with your figures has no arithmetic for fp4"),
+        *("Not in it:", "A step: host-bound, "),
+        *("in a CUDA graph: ", "eager, on a host as slow as --launch says: "),
     ):
         assert part in shown, part
+    assert shown.count("so its --peak changes nothing") == shown.count("No GEMM is counted in fp32, ") == 1
     assert estimate(*QUICK, "--device=b200", "--memory=0.001") == 0
     shown = capsys.readouterr().out
     assert "does NOT fit on b200 with your figures" in shown
     assert "this package emulates them" in shown and "1 device\n" in shown
 
 
-def test_a_peak_that_no_gemm_reaches_is_named(capsys):
-    assert estimate(*QUICK, "--peak=fp32=1,bf16=200") == 0
-    shown = capsys.readouterr().out
-    assert "data sheets of h100 with your figures" in shown
-    assert shown.count("so its --peak changes nothing") == shown.count("No GEMM is counted in fp32, ") == 1
+TWO = ["--trainer.devices=2", "--trainer.num_nodes=2", "--trainer.strategy=ModelParallelStrategy"]
 
 
-def test_the_configuration_says_what_options_do_not(capsys):
-    def layout(*arguments):
-        told = numbers(capsys, *arguments)
-        return tuple(told["layout"][name] for name in ("devices", "strategy", "tensor_parallel"))
-
-    assert layout() == (1, "ddp", 1)
-    assert layout("--trainer.devices=4", "--trainer.num_nodes=2", "--trainer.strategy=ddp") == (8, "ddp", 1)
-    two = ["--trainer.devices=2", "--trainer.num_nodes=2", "--trainer.strategy=ModelParallelStrategy"]
-    assert layout(*two) == (4, "fsdp", 2), "Lightning's auto: tensor parallelism within a node"
-    assert layout(*two, "--tensor_parallel=1") == (4, "fsdp", 1)
+@each("arguments, layout", [
+    (TWO, (4, "fsdp", 2)),  # Lightning's auto: tensor parallelism within a node
+    ([*TWO, "--tensor_parallel=1"], (4, "fsdp", 1)),
+    (["--trainer.devices=4", "--trainer.num_nodes=2", "--trainer.strategy=ddp"], (8, "ddp", 1)),
+    ([], (1, "ddp", 1)),
+], fast=1)  # fmt: skip
+def test_the_configuration_says_what_options_do_not(arguments, layout, capsys):
+    numbered = numbers(capsys, *arguments)["layout"]
+    assert tuple(numbered[name] for name in ("devices", "strategy", "tensor_parallel")) == layout
 
 
 @pytest.mark.slow
@@ -94,7 +93,7 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
         assert f"no arithmetic for fp4: its GEMMs are counted as {high}" in capsys.readouterr().out
 
 
-@pytest.mark.fast("--device=h1000-", "--devices=0-", "--peak=fp8=fast-", "--nonsense=1-")
+@pytest.mark.fast("--device=h1000-", "--nonsense=1-")
 @pytest.mark.parametrize("arguments, line", [
     (["--device=h1000"], "Did you mean 'h100'?"),
     (["--strategy=ddpp"], "Did you mean 'ddp'?"),
@@ -136,17 +135,14 @@ def test_what_a_host_starts_is_what_an_h200_launched():
     assert operations(LinearCasts()) == 3
 
 
-def test_a_step_with_slow_launches_takes_as_long_as_the_host(capsys):
-    slow, fast = (numbers(capsys, f"--launch={launch}")["seconds"] for launch in (100, 0.001))
+def test_peaks_and_launches_can_be_given_and_a_step_with_slow_ones_takes_as_long_as_the_host(capsys):
+    slow, fast = (numbers(capsys, f"--launch={launch}", "--peak=bf16=1,fp4=2") for launch in (100, 0.001))
+    rest = slow["flops"]["bf16"] + slow["flops"]["attention"]
+    slow, fast, flops = slow["seconds"], fast["seconds"], slow["flops"]
+    assert slow["gemms"]["fp4"] == pytest.approx(flops["fp4"] / 2e12 / 0.4)
+    assert slow["gemms"]["bf16"] == pytest.approx(rest / 1e12 / 0.4)
     assert slow["hidden"] == slow["launches"] == pytest.approx(1e5 * fast["launches"])
     assert slow["captured_hidden"] == fast["captured_hidden"] == fast["hidden"] < slow["hidden"]
-
-
-def test_peaks_can_be_given(capsys):
-    told = numbers(capsys, "--peak=bf16=1,fp4=2")
-    rest = told["flops"]["bf16"] + told["flops"]["attention"]
-    assert told["seconds"]["gemms"]["fp4"] == pytest.approx(told["flops"]["fp4"] / 2e12 / 0.4)
-    assert told["seconds"]["gemms"]["bf16"] == pytest.approx(rest / 1e12 / 0.4)
 
 
 def test_a_gate_is_found():

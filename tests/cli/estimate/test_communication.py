@@ -69,7 +69,7 @@ def ranks(request, tmp_path_factory):
 NAMES = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
 
 
-@pytest.mark.fast("ddp stored", "fsdp bf16", "fsdp casts", "tensor parallel", "tensor parallel again")
+@pytest.mark.slow  # processes; formulas by hand are below
 @pytest.mark.parametrize(
     "name",
     ["ddp stored", "fsdp stored", "fsdp bf16", "fsdp casts", "fsdp casts+bf16", "tensor parallel"]

@@ -35,7 +35,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.fast("AdamW", "StableSPAM, FP8", "SPAM, a quarter")
+@pytest.mark.fast("AdamW", "StableSPAM, FP8")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_gradients_and_optimizer_state_are_those_of_a_real_step(name):
     module = CausalLM(config=SMALL, optimizer=OPTIMIZERS[name])

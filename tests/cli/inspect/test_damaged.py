@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from tests.cli.inspect.models import inspect
@@ -140,7 +139,7 @@ def index(draw, path):
     return path
 
 
-ELSEWHERE = ["", "x" * 5000, "a\0b", "~nobody_there/a.ckpt", "/", "/dev/null/a", "\ud800.ckpt"]
+ELSEWHERE = ["", "x" * 5000, "a\0b", "~nobody_there/a.ckpt", "/dev", "/dev/null/a", "\ud800.ckpt"]
 PLACES = {
     "nothing": lambda path: None,
     "folder": Path.mkdir,
@@ -176,12 +175,12 @@ def make(number, path):
     return inspected
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.filterwarnings("ignore")  # what torch says of rare tensors
 @pytest.mark.parametrize(
     "cases", [range(60), pytest.param(range(60, 1060), marks=pytest.mark.slow)], ids=["60", "1000"]
 )
 def test_whatever_is_given_the_answer_is_a_table_or_one_line(cases, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # takes longer than all else
     statuses = []
     for number in cases:
         folder = tmp_path / str(number)

@@ -19,8 +19,6 @@ PLUGIN = "--trainer.plugins.init_args"
     "--config=broken.yaml-",
     "--data.init_args.path=nowhere-",
     "--ckpt_path=last-",
-    "--trainer.default_root_dir=null --trainer.logger=false --ckpt_path=last-",
-    "--model.init_args.network=lama-60m-",
 )
 @pytest.mark.parametrize("arguments, line", [
     ([f"{PLUGIN}.casts={{fprop_x: {{scale: {{block: 0}}}}}}"], "'row' or 'tensor'; got 0."),

@@ -1,8 +1,12 @@
 """The ``lowbit`` command as a user meets it: recipes by name, overlays, folders of runs, saved configurations."""
 
 import math
+import os
 import re
+import shutil
 import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,27 +19,50 @@ from lightning_lowbit._lightning import Callback, CSVLogger, TensorBoardLogger, 
 from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
 from tests.tables import each
 
+RUN = Path("runs/tiny/version_0")
+LAST = RUN / "checkpoints/last.ckpt"
+NEXT_STEPS = (f"--ckpt_path={LAST}", "--trainer.max_steps=8")
 
-def test_quickstart(capsys):
-    assert lowbit(recipes=("quickstart", "qaf")) == 0
-    run = Path("runs/tiny/version_0")
-    losses = scalars(run, "loss")
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """The folder of a run, and what it showed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as shown:
+        patch.chdir(folder := tmp_path_factory.mktemp("quickstart"))
+        write_tiny(default_root_dir="runs/tiny")
+        Path("only.yaml").write_text("trainer: {plugins: {init_args: {only: layers}}}")
+        options = ("--trainer.plugins.init_args.skip", "lm_head", "--config=only.yaml")
+        assert lowbit(*options, recipes=("quickstart", "qaf")) == 0
+    os.environ.pop("PL_GLOBAL_SEED")
+    return folder, shown.getvalue()
+
+
+@pytest.fixture
+def quickstart(once):
+    """A copy of the run in the current folder; what it showed."""
+    shutil.copytree(once[0], ".", dirs_exist_ok=True)
+    return once[1]
+
+
+def test_quickstart(quickstart):
+    losses = scalars(RUN, "loss")
     assert list(losses) == list(range(6))
     assert all(0 < loss < 10 for loss in losses.values())
-    assert scalars(run, "phase") == {5: 1.0}, "QAF at 90 % of six steps"
-    assert set(scalars(run, "grad_norm")) == set(losses)
-    validation, perplexity = scalars(run, "val_loss"), scalars(run, "val_perplexity")
+    assert scalars(RUN, "phase") == {5: 1.0}, "QAF at 90 % of six steps"
+    assert set(scalars(RUN, "grad_norm")) == set(losses)
+    validation, perplexity = scalars(RUN, "val_loss"), scalars(RUN, "val_perplexity")
     assert len(validation) == 2
     assert perplexity == pytest.approx({step: math.exp(loss) for step, loss in validation.items()}, rel=1e-5)
-    shown = capsys.readouterr().out
-    assert all(part in shown for part in ("phase=qaf", "loss=", "grad_norm=", "tokens/s=")), "of the progress bar"
-    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert all(part in quickstart for part in ("phase=qaf", "loss=", "grad_norm=", "tokens/s=")), "of the progress bar"
+    checkpoint = torch.load(LAST, weights_only=True)
     state = checkpoint["lightning_lowbit"]
     assert checkpoint["global_step"] == 6 and state.pop("trained")["layers"]
     assert state == {"step": 6, "micro_batch": 0, "phase": "qaf", "seed": 0, "blend": 1}
-    config = yaml.safe_load((run / "config.yaml").read_text())
+    config = yaml.safe_load((RUN / "config.yaml").read_text())
     optimizer = config["model"]["init_args"]["optimizer"]["class_path"]
     assert (config["trainer"]["max_steps"], optimizer) == (6, "lightning_lowbit.StableSPAM")
+    plugin = config["trainer"]["plugins"]["init_args"]
+    assert (plugin["skip"], plugin["only"]) == (["lm_head"], ["layers"]), "a list option takes one item"
 
 
 @pytest.mark.slow
@@ -62,15 +89,18 @@ def test_the_same_seed_gives_the_same_run_also_from_the_saved_configuration():
     assert not set(first.values()) & set(other.values())
 
 
-def test_validate_from_a_checkpoint(capsys):
-    assert lowbit() == 0
-    last = scalars("runs/tiny/version_0", "val_loss")[5]
+@pytest.mark.usefixtures("quickstart")
+def test_validate_from_a_checkpoint(capsys, told):
+    dtype, loss = "--trainer.plugins.init_args.compute_dtype", scalars(RUN, "val_loss")[5]
     capsys.readouterr()
     assert lowbit("--ckpt_path=last", command="validate") == 0
+    assert "is evaluated in it" not in told.text
+    assert lowbit(f"--ckpt_path={LAST}", f"{dtype}=bf16", command="validate") == 0
+    assert "trained in torch.float32 and is evaluated in it, not in torch.bfloat16" in told.text
     said = "lowbit validate: runs/tiny/version_0/checkpoints/last.ckpt, in LowBitPrecision(<of a checkpoint: nvfp4 in"
-    assert said in capsys.readouterr().out
-    (again,) = scalars("runs/tiny/version_1", "val_loss").values()
-    assert again == last
+    assert capsys.readouterr().out.count(said) == 2
+    for version in (1, 2):
+        assert [*scalars(f"runs/tiny/version_{version}", "val_loss").values()] == [loss]
     assert lowbit("--ckpt_path=last", "--model.init_args.config.hidden_size=16", command="validate") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowbit: error: ")]
     assert "last.ckpt does not fit this run: size mismatch for model.model.embed_tokens.weight" in line
@@ -92,35 +122,26 @@ def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
     assert not Path("runs/tiny/version_0/config.yaml").read_text().startswith("# The checkpoint")
 
 
-def test_a_checkpoint_of_another_model_or_optimizer_is_answered_with_the_options_of_its_run(capsys):
-    often = "--trainer.callbacks.init_args.every_n_train_steps=2"
-    assert lowbit(often) == 0
-    path = "runs/tiny/version_0/checkpoints/step=6.ckpt"
-    for other, fault in (("--model.init_args.config.hidden_size=64", "size mismatch"), ("--config=adamw", "KeyError")):
-        assert lowbit(often, other, f"--ckpt_path={path}", "--trainer.max_steps=8") == 2
-        last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert last.startswith(f"lowbit: error: The checkpoint {path} does not fit this run: ") and fault in last
-        assert "optimizer of its run, which are in runs/tiny/version_0/config.yaml, or another" in last
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved when its epoch had ended")
+@pytest.mark.usefixtures("quickstart")
+def test_a_checkpoint_of_another_optimizer_is_answered_with_the_options_of_its_run(capsys):
+    assert lowbit("--config=adamw", *NEXT_STEPS, recipes=("quickstart", "qaf")) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith(f"lowbit: error: The checkpoint {LAST} does not fit this run: ") and "KeyError" in last
+    assert "optimizer of its run, which are in runs/tiny/version_0/config.yaml, or another" in last
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved when its epoch had ended")
+@pytest.mark.usefixtures("quickstart")
 @each(
-    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    "error",
+    [RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError("CUDA out of memory.")],
+    fast=1,
 )
 def test_a_checkpoint_that_memory_does_not_hold_is_not_said_to_be_of_another_model(error, monkeypatch):
-    often = ("--config=adamw", "--trainer.callbacks.init_args.every_n_train_steps=4")
-    if not Path("runs").exists():
-        assert lowbit(*often) == 0
-    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", Mock(side_effect=error))
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", Mock(side_effect=error))
     with pytest.raises(type(error), match="memory"):
-        lowbit(*often, "--ckpt_path=runs/tiny/version_0/checkpoints/step=4.ckpt")
-
-
-def test_a_list_option_takes_one_item():
-    Path("skip.yaml").write_text("trainer: {plugins: {init_args: {only: q_proj}}}")
-    assert lowbit("--trainer.plugins.init_args.skip", "lm_head", "--config=skip.yaml") == 0
-    config = yaml.safe_load(Path("runs/tiny/version_0/config.yaml").read_text())
-    plugin = config["trainer"]["plugins"]["init_args"]
-    assert (plugin["skip"], plugin["only"]) == (["lm_head"], ["q_proj"])
+        lowbit(*NEXT_STEPS, recipes=("quickstart", "qaf"))
 
 
 @pytest.mark.slow
@@ -138,8 +159,6 @@ def test_last_is_searched_where_the_checkpoints_are():
 
 # --- validate takes the casts of a checkpoint, whatever those of the configuration are ---
 
-LAST = Path("runs/tiny/version_0/checkpoints/last.ckpt")
-
 
 def validated(capsys, *recipes, option="--trainer.num_nodes=1"):
     """The validation loss that the command prints."""
@@ -154,7 +173,7 @@ def test_the_loss_is_that_of_the_training(overlay, capsys):
     # One layer in another preset, and a phase that begins in mid-training: what no recipe below knows.
     casts = "--trainer.plugins.init_args.overrides={'down_proj': mxfp4}"
     assert lowbit(casts, recipes=("quickstart", overlay)) == 0
-    trained = scalars(LAST.parent.parent, "val_loss")[5]
+    trained = scalars(RUN, "val_loss")[5]
     for recipes in ((), ("bf16",), (overlay,)):
         assert validated(capsys, *recipes) == pytest.approx(trained, abs=1e-6), recipes
     if overlay == "ternary":
@@ -162,15 +181,11 @@ def test_the_loss_is_that_of_the_training(overlay, capsys):
         assert abs(own - trained) > 1e-4, "the casts of the recipe, on purpose"
 
 
-def test_a_dtype_that_is_not_the_trainings_is_said_not_to_be_taken(capsys, caplog):
-    assert lowbit("--trainer.plugins.init_args.compute_dtype=bf16") == 0
-    option = "--trainer.plugins.init_args.compute_dtype"
-    with caplog.at_level("INFO"):
-        losses = [validated(capsys, option=f"{option}={dtype}") for dtype in ("auto", "bf16")]
-        assert "is evaluated in it" not in caplog.text
-        losses.append(validated(capsys, option=f"{option}=fp32"))
-    assert losses == losses[:1] * 3
-    assert "trained in torch.bfloat16 and is evaluated in it, not in torch.float32" in caplog.text
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickstart")
+def test_the_dtype_of_the_training_is_taken_without_a_word(capsys, told):
+    assert validated(capsys, option="--trainer.plugins.init_args.compute_dtype=fp32") == validated(capsys)
+    assert "is evaluated in it" not in told.text
 
 
 class Begun(Callback):
@@ -180,6 +195,7 @@ class Begun(Callback):
         assert lowbit("--seed_everything=7") == 0
 
 
+@pytest.mark.slow
 def test_runs_that_begin_together_have_a_folder_each():
     assert lowbit(f"--trainer.callbacks+={__name__}.Begun") == 0
     configs = [Path(f"runs/tiny/version_{version}/config.yaml") for version in (0, 1)]

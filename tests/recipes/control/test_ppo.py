@@ -36,7 +36,7 @@ def trainer(*callbacks, casts="bf16", **arguments):
     return quiet_trainer(LowBitPrecision(casts, skip=["first", "last"]), callbacks=[*callbacks], **arguments)
 
 
-@pytest.mark.fast("stable_spam", "adamw+int4_qat")
+@pytest.mark.fast("adamw+int4_qat")
 @pytest.mark.parametrize(
     "overlays",
     [["stable_spam"], ["adamw", "int4_qat"], ["fp8"], ["bf16"], ["fp16"], ["nvfp4_row", "dequantized"], ["ternary"]],
