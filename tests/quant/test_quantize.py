@@ -78,9 +78,11 @@ def test_an_amax_that_is_not_finite(element, amax):
 # --- the slow reference -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("some_casts")
+@pytest.mark.parametrize("choose", [some_casts, casts])
 @each("element", ELEMENT_FORMATS)
-def test_equals_reference(element):
-    for number, cast in enumerate(casts(element)):
+def test_equals_reference(choose, element):
+    for number, cast in enumerate(choose(element)):
         check_against_reference(ragged(number), cast, dim=-(number // 2 % 2))
 
 
