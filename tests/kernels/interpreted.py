@@ -5,8 +5,10 @@ Functions take and return what can be pickled, and say in words what differs: an
 """
 
 import contextlib
+import dataclasses
 import functools
 import unittest.mock
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,18 @@ from lightning_lowbit.quant.transforms import SIZES
 np.seterr(all="ignore")  # divisions by zero are meant
 KEY = 0x123456789ABCDEF
 _place = torch.device("cpu")  # where kernels run
+
+
+def interpret():
+    """Has Triton's interpreter replace the functions of its language once, and not in each call of a function, and not
+    compute integers again in 64 bits for an assertion that it leaves out: together two thirds of its time."""
+    import triton.language as tl  # here, since other processes have no Triton
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_lowbit import LinearCasts, compilation, convert
 from lightning_lowbit.kernels.forms import CastForm
@@ -67,6 +66,8 @@ def on_tensor_cores(count):
 def recorded_passes(preset):
     """What two passes of a small LLaMA on a stand-in for tensor cores do after a warm-up, with other data and random
     bits: operations of torch and launches, with the shapes and dtypes of their tensors and all numbers."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # here, since no other test needs what takes so long
+
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )

@@ -156,12 +156,13 @@ def test_a_shard_that_lacks_what_its_scales_need_is_left_to_plain_code():
 
 
 def test_the_number_of_threads_changes_no_bit(threads):
-    x, found, key, signs = torch.randn(300, 700).bfloat16(), {}, torch.tensor(5), torch.ones(32)
-    for number in (1, 2, 4):
+    x, values, key, signs = torch.randn(100, 330).bfloat16(), {}, torch.tensor(5), torch.ones(32)
+    for number in (4, 2, 1):
         threads(number)
         calls = itertools.product(sorted(COVERED, key=str), (0, 1), (None, signs))
-        found[number] = [quantize_operand(x, cast, dim, key, rotation=r).values for cast, dim, r in calls]
-        assert all(map(same_bits, found[number], found[1])), f"{number} threads"
+        values[number] = [quantize_operand(x, cast, dim, key, rotation=r).values for cast, dim, r in calls]
+    for number in (4, 2):  # compared by one thread
+        assert all(map(same_bits, values[number], values[1])), f"{number} threads"
 
 
 def test_golden_inputs():

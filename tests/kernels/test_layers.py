@@ -164,7 +164,7 @@ def test_amaxes_that_are_not_float32_take_plain_code():
 # --- Triton's kernels in its interpreter ------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("nvfp4-14", "mxfp8-10")
+@pytest.mark.fast("nvfp4-14")
 @pytest.mark.parametrize("preset, launches", [("nvfp4", 14), ("nvfp4-4over6", 14), ("mxfp8", 10), ("mxfp4", 11)])
 def test_a_native_layer_launches_little(run, preset, launches):
     """Five casts, of which one makes both operands of the gradient; amaxes of three tensors, and a copy of keys; three
@@ -182,12 +182,12 @@ def test_passes_after_a_warm_up_can_be_captured_in_a_graph(run):
     assert [event for event in first if any(event.startswith(f"({name}") for name in waits)] == []
 
 
-def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
+@each("preset, casts", [("nvfp4-nvidia", (0, 3)), ("mxfp8", (1, 2)), ("nvfp4", (1, 2))], fast=2)
+def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run, preset, casts):
     """Not where one of them is rotated; the layer of that preset takes its weight from the forward pass."""
-    for preset, casts in (("nvfp4", (1, 2)), ("mxfp8", (1, 2)), ("nvfp4-nvidia", (0, 3))):
-        differences, _, launched = run(passes.layer_passes, preset, False)
-        assert differences == []
-        assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts, preset
+    differences, _, launched = run(passes.layer_passes, preset, False)
+    assert differences == []
+    assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts
 
 
 @pytest.mark.slow

@@ -37,6 +37,12 @@ def sample(rows, columns, dtype=torch.float32, seed=0):
     return x.to(dtype)
 
 
+def in_parts(number):
+    """A test of ``cases[part]``, of which the first part is fast: one of so many cases."""
+    parts = [slice(first, None, number) for first in range(number)]
+    return lambda test: pytest.mark.fast("part0")(pytest.mark.parametrize("part", parts)(test))
+
+
 def casts_of(preset):
     casts = LinearCasts.preset(preset)
     found = dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast))
@@ -69,7 +75,8 @@ def test_packed_operands_of_presets(run, preset):
     assert run(interpreted.differences_of_packing, cases) == []
 
 
-def test_operands_of_native_gemms(run):
+@in_parts(3)
+def test_operands_of_native_gemms(run, part):
     cases, draw = [], torch.Generator().manual_seed(3)
     others = [NVFP4_TILES, Cast("e4m3", Scale("e8m0", (32, 32)), "stochastic")]
     others += [Cast("e2m1", Scale("e4m3", 64)), Cast("e2m1", Scale("e8m0", 32, "even"), "stochastic")]
@@ -92,16 +99,17 @@ def test_operands_of_native_gemms(run):
     tiles = fp8.replace(scale={"block": (128, 128)})
     cases += [(Case(cast, dim, x.to(DTYPES[dim])), 128) for cast in (fp8, tiles) for dim in (0, 1)]
     assert len(cases) > 24
-    assert run(interpreted.differences_of_layout, cases) == []
+    assert run(interpreted.differences_of_layout, cases[part]) == []
 
 
-def test_memory_in_any_order(run):
+@in_parts(5)
+def test_memory_in_any_order(run, part):
     x, wide = sample(70, 40), sample(20, 150)
     matrices = (x.t(), wide[::2, 1::3], wide[:, 7:90], wide[:1].expand(20, 150), x[:, :1], x[:, :1].t())
     casts = STOCHASTIC, NVFP4_TILES, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
     pairs = [(dim, cast) for dim in (0, 1) for cast in casts[: 2 if dim else 4]]
     cases = [Case(cast, dim, x.bfloat16() if dim else x) for x in matrices for dim, cast in pairs]
-    assert run(interpreted.differences, cases) == []
+    assert run(interpreted.differences, cases[part]) == []
 
 
 def test_what_is_not_a_number_zero_or_subnormal_and_amaxes_of_earlier_steps(run):
@@ -154,7 +162,7 @@ def test_elements_along_columns_of_memory(run):
         Case(Cast(element, Scale("fp32", block), rounding), 0, x, dtype=ELEMENT_FORMATS[element].gemm_dtype)
         for element in ("e4m3", "int8")
         for block, rounding in (("row", "nearest"), ("row", "stochastic"), ("tensor", "nearest"))
-        for x in (sample(19, 70), sample(70, 300).t())
+        for x in (sample(19, 70), sample(40, 300).t())
     ]
     assert run(interpreted.differences_along_columns, cases) == []
 
@@ -175,7 +183,8 @@ def test_shards_have_the_random_bits_of_the_whole(run):
             assert torch.equal(values, whole.narrow(cut, start, half)), f"{cast}, {dim}, cut along {cut} from {start}"
 
 
-def test_two_operands_from_one_read(run):
+@in_parts(3)
+def test_two_operands_from_one_read(run, part):
     pairs = [
         (NVFP4, STOCHASTIC),
         (NVFP4.replace(scale={"four_over_six": "mse"}), NVFP4),
@@ -188,17 +197,18 @@ def test_two_operands_from_one_read(run):
         for dtype in (torch.float32, torch.bfloat16)
         for shape in ((19, 70), (64, 128), (1, 5), (0, 7))
     ]
-    assert run(interpreted.differences_of_both, cases) == []
+    assert run(interpreted.differences_of_both, cases[part]) == []
 
 
 def test_operands_of_all_products_of_a_stack(run):
     assert run(passes.differences_of_stacks, ("mxfp8",)) == ([], 4)
 
 
-def test_the_largest_magnitude(run):
+@in_parts(2)
+def test_the_largest_magnitude(run, part):
     large = sample(2049, 2050)  # has a kernel
-    matrices = [sample(300, 70), sample(70, 30).bfloat16().t(), torch.randn(3, 0), large, large.bfloat16().t()]
-    assert run(interpreted.differences_of_amax, matrices + [torch.tensor([[v, 1.0]]) for v in NANOS]) == []
+    matrices = [large.bfloat16().t(), large, sample(300, 70), sample(70, 30).bfloat16().t(), torch.randn(3, 0)]
+    assert run(interpreted.differences_of_amax, (matrices + [torch.tensor([[v, 1.0]]) for v in NANOS])[part]) == []
 
 
 def test_amaxes_of_delayed_scaling(run):
@@ -229,7 +239,8 @@ def test_signs_that_keys_draw(run):
 WHOLE = torch.int32, torch.int8
 
 
-def test_factors_and_bias_behind_gemms(run):
+@in_parts(5)
+def test_factors_and_bias_behind_gemms(run, part):
     generator = torch.Generator().manual_seed(0)
 
     def random_of(*shape, dtype=torch.float32):
@@ -242,10 +253,11 @@ def test_factors_and_bias_behind_gemms(run):
         for bias in (None, random_of(70, dtype=torch.bfloat16), random_of(19, 70))
         for dtype in DTYPES[: 2 if factors else 3]
     ]
-    assert run(interpreted.differences_of_finish, cases) == []
+    assert run(interpreted.differences_of_finish, cases[part]) == []
 
 
-def test_rare_scales(run):
+@in_parts(3)
+def test_rare_scales(run, part):
     casts = [
         Cast("e2m1", Scale("e4m3", 16, "stochastic")),
         Cast("e4m3", Scale("e5m2", (8, 16), "stochastic", two_level=True), "stochastic"),
@@ -263,17 +275,19 @@ def test_rare_scales(run):
         for dim in (0, 1)
     ]
     (x := torch.full((40, 48), 1e-7)).view(-1)[: 5 * len(NANOS) : 5] = torch.tensor(NANOS)
-    assert run(interpreted.differences, cases + [Case(cast, 1, x) for cast in casts]) == []
+    cases += [Case(cast, 1, x) for cast in casts]
+    assert run(interpreted.differences, cases[part]) == []
 
 
-def test_rotated_operands(run):
+@in_parts(3)
+def test_rotated_operands(run, part):
     cases, kinds = [], [NVFP4, STOCHASTIC, NVFP4_TILES, *casts_of("mxfp4-rht")]
     for number, (cast, size) in enumerate(itertools.product(kinds, (16, 32, 64, 128))):
         dim = (number + number // 4) % 2
-        x = sample(*((33, 70), (140, 19), (16, 256))[number % 3], DTYPES[number % 3], number)
+        x = sample(*((33, 70), (140, 19), (16, 256))[number // 3 % 3], DTYPES[number // 3 % 3], number)
         x[3, 5], amax = torch.nan, 3.0 if cast.scale.needs_amax and number % 5 == 0 else None
         cases.append((Case(cast, dim, x.t().contiguous().t() if number % 2 else x, amax), size))
-    assert run(interpreted.differences_of_rotation, cases) == []
+    assert run(interpreted.differences_of_rotation, cases[part]) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import itertools
 from functools import cache
+from unittest import mock
 
 import torch
 
@@ -93,12 +94,23 @@ def same_bytes(found, expected, message):
             same(one, other, f"{message}, {name}")
 
 
+def expected_fields(x, cast, dim, amax, *names):
+    """Fields of the slow reference by name, which is asked once for all of them."""
+    compute, results = reference.quantize_matrix, []
+
+    def quantize_matrix(*args, **kwargs):
+        results.extend([] if results else [compute(*args, **kwargs)])
+        return results[0]
+
+    with mock.patch.object(reference, "quantize_matrix", quantize_matrix):
+        return {name: reference.quantize(x, cast, dim, amax=amax, field=name) for name in names}
+
+
 def check_against_reference(x, cast, dim=-1, amax=None):
     """Rounds to nearest as the slow reference does, to the bit."""
     message = f"{cast} along {dim}" + ("" if amax is None else f", amax {amax}")
     found = quantize(x, cast, dim, amax=None if amax is None else torch.tensor(amax))
-    names = ("scales", "spread", "values", "dequantized", "zeros")
-    expected = {field: reference.quantize(x, cast, dim, amax=amax, field=field) for field in names}
+    expected = expected_fields(x, cast, dim, amax, "scales", "spread", "values", "dequantized", "zeros")
     same(float_scales(found), expected["scales"], f"{message}, scales")
     if found.zero_points is not None:
         assert found.zero_points.dtype == torch.uint8
@@ -111,9 +123,8 @@ def check_against_reference(x, cast, dim=-1, amax=None):
 def check_stochastic(x, cast, dim=-1, key=12345):
     """Rounds a matrix stochastically as the slow reference does."""
     found, block = quantize(x, cast, dim, key=torch.tensor(key)).elements(), cast.scale.block
-    lower, upper, clipped = (
-        reference.quantize(x, cast, dim, field=field).double() for field in ("lower", "upper", "clipped")
-    )
+    expected = expected_fields(x, cast, dim, None, "lower", "upper", "clipped")
+    lower, upper, clipped = (field.double() for field in expected.values())
     # Indices are those of the padded matrix.
     side = block[1] if isinstance(block, tuple) else block if isinstance(block, int) and dim in (1, -1) else 1
     rows, columns = x.shape

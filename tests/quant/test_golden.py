@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, LinearCasts, Scale, compilation, quantize
-from lightning_lowbit.quant import Hadamard, rotate
+from lightning_lowbit.quant import Hadamard, quantize_operand, rotate
+from lightning_lowbit.quant.shard import Shard
 from tests import golden_vectors as golden
-from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, same, sample
+from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, ragged, same, sample
+from tests.references import quantize as reference
 from tests.tables import each
 
 CPU = torch.device("cpu")
@@ -178,7 +180,7 @@ def test_compiled_hadamard():
 EDGES = torch.cat([torch.logspace(-149, 127, 277, 2), torch.tensor([3.4028235e38, 0.0, torch.inf, torch.nan])]).float()
 
 
-@pytest.mark.fast("e4m3/fp32:row(power_of_two)-0", "int8/fp32:tensor--1")
+@pytest.mark.fast("e4m3/fp32:row(power_of_two)-0")
 @pytest.mark.parametrize(
     ("cast", "dim"),
     [
@@ -212,6 +214,22 @@ def test_compiled_equals_eager_to_the_last_exponent(cast, dim):
         same(float_scales(found["compiled"]), float_scales(found["eager"]), f"{cast} compiled, scales")
     if cast.scale.format == "e8m0":
         assert {0, 254} <= set(found["compiled"].scales.view(torch.uint8).flatten().tolist())
+
+
+def test_compiled_operands_equal_reference():
+    """In bfloat16, rounded to it: what a layer computes with."""
+    x, cast = ragged(1), Cast("int4", Scale("fp32", 16, statistic="minmax"), round_to_bfloat16=True)
+    with compilation.backend("compiled"):
+        found = quantize_operand(x, cast, -1).values
+    same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")
+
+
+def test_compiled_shards_have_the_random_bits_of_the_whole():
+    x, cast, key = ragged(1), Cast("e2m1", Scale("e4m3", 16), "stochastic"), torch.tensor(5)
+    whole, rows = quantize_operand(x, cast, 1, key).values, len(x) // 2
+    with compilation.backend("compiled"):
+        found = quantize_operand(x[rows:], cast, 1, key, shard=Shard("group", 0, rows, len(x) - rows, len(x))).values
+    same(found, whole[rows:], "compiled")
 
 
 def test_compiled_code_sees_an_infinity_that_amax_hides():

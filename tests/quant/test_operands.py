@@ -50,7 +50,8 @@ def exact_product(stored):
     return product
 
 
-@pytest.mark.pairwise(1)
+@pytest.mark.fast("e2m1-16-dtype0", "e3m0-16-dtype0", "e5m2-16-dtype1", "int4-16-dtype1", "ternary-16-dtype1")
+@pytest.mark.fast("e4m3-block18-dtype1", "int8-row-dtype0", "e2m1-tensor-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("element", "block"),

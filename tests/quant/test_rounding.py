@@ -23,7 +23,7 @@ from lightning_lowbit.quant.rounding import (
     uniform,
     uniform_by_fours,
 )
-from tests.quant.tensors import NVFP4, casts, same, sample
+from tests.quant.tensors import NVFP4, casts, expected_fields, same, sample
 from tests.references import quantize as reference
 from tests.tables import each
 
@@ -240,10 +240,10 @@ def test_factors_are_those_of_the_scaled_elements(kind):
     x = sample(13, 40).bfloat16()
     for block, dim in itertools.product((16, (16, 16), "row", "tensor"), (0, 1)):
         for cast in casts("e2m1", block)[::3]:
-            scaled = reference.quantize(x.float(), cast, dim, field="scaled")
-            counts = reference.quantize(x.float(), cast, dim, field="spread") != 0
+            fields = expected_fields(x.float(), cast, dim, None, "scaled", "spread")
+            counts = fields["spread"] != 0
             found = surrogate_factor(kind, x, cast, dim)
-            expected = factor(kind, scaled.flatten(), "e2m1").view_as(x)
+            expected = factor(kind, fields["scaled"].flatten(), "e2m1").view_as(x)
             assert (found.shape, found.dtype) == (x.shape, torch.float32)
             torch.testing.assert_close(
                 found[counts], expected[counts], rtol=1e-4, atol=0, msg=f"{kind} of {cast}, {dim}"

@@ -67,7 +67,7 @@ def assert_same(found, expected, message, of_scales=True):
         assert found[name] == near, f"{message}, {name}: {found[name]}, not {expected[name]}"
 
 
-@each("cast", [*CASTS, *OTHERS])
+@each("cast", [*CASTS, *OTHERS], fast=13)
 def test_sums_are_those_of_the_metrics(cast):
     for shape, dim in itertools.product(((13, 50), (64, 96), (1, 40), (40, 1)), (0, 1)):
         x = sample(*shape, seed=shape[0])
@@ -181,6 +181,7 @@ def test_merging():
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.fast("e2m1/e4m3:1x16+fp32-1")
 @pytest.mark.parametrize(
     ("cast", "dim"), [(NVFP4, 1), (Cast("int8", Scale("fp32", "row")), 0), (Cast("ternary", TERNARY), 1)], ids=str
 )

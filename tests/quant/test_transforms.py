@@ -107,6 +107,7 @@ def test_largest_along_a_dimension(shape, dtype):
 
 CPU = torch.device("cpu")
 KEYS = mix_key(torch.arange(2000))
+SIGNS = Hadamard(16, "keyed").diagonals(KEYS, CPU)
 
 
 def signs_of(size, key=None):
@@ -215,6 +216,7 @@ def test_keyed_signs_need_a_key():
 def test_keyed_signs_are_a_function_of_the_key():
     key = KEYS[0]
     same(Hadamard(16, "keyed").diagonal(key, CPU), signs_of(16, int(key)), "the same key twice")
+    same(SIGNS[:9], torch.stack([signs_of(16, int(key)) for key in KEYS[:9]]), "several keys at once")
     same(Hadamard(16, "keyed").diagonal(key.reshape(1), CPU), signs_of(16, int(key)), "a key of one element")
     patterns = {tuple(signs_of(128, int(key)).tolist()) for key in KEYS[:200]}
     assert len(patterns) == 200, "keys share their signs"
@@ -222,7 +224,7 @@ def test_keyed_signs_are_a_function_of_the_key():
 
 def test_keyed_signs_are_balanced():
     """Every sign, every pair and every pattern of four neighbors, over keys as layers have them."""
-    signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
+    signs = SIGNS
     assert set(signs.unique().tolist()) == {-1, 1}
     z = signs.sum(0) / len(KEYS) ** 0.5
     assert z.abs().max() < 4, f"sign {z.abs().argmax()} leans to one side: z = {z.abs().max():.1f}"
@@ -241,11 +243,10 @@ def test_keyed_signs_are_balanced():
 
 def test_keyed_signs_are_not_the_bits_of_stochastic_rounding():
     """Both come from the key of an operand; neither the raw key nor the element index may tie them together."""
-    signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
     index = torch.arange(64, dtype=torch.int32)
     for name, keys in (("key", KEYS), ("mixed key", mix_key(KEYS))):
-        draws = torch.stack([uniform(index, key) for key in keys]) - 0.5
-        z = signs.t() @ draws * (12 / len(KEYS)) ** 0.5
+        draws = uniform(index, keys[:, None]) - 0.5
+        z = SIGNS.t() @ draws * (12 / len(KEYS)) ** 0.5
         assert z.abs().max() < 5, f"{name}: sign and draw {divmod(z.abs().argmax().item(), 64)} correlate"
 
 
