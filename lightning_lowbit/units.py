@@ -15,9 +15,11 @@ from torch import Tensor
 
 from lightning_lowbit._torch import (
     CPU_PRODUCTS,
+    OpOverload,
     TorchDispatchMode,
     cpu_has_units,
     innermost_mode,
+    is_composite,
     leave_innermost_mode,
 )
 
@@ -75,6 +77,9 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rounded = CPU_PRODUCTS.get(func)
+        if rounded is None and isinstance(func, OpOverload) and is_composite(func):  # comes whole in inference mode
+            with self:
+                return func.decompose(*args, **kwargs)
         if rounded is None or not lacks_units(args[0]):
             return func(*args, **kwargs)
         dtype, out = args[0].dtype, kwargs.get("out")

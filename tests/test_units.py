@@ -58,6 +58,18 @@ def test_products_without_units_are_float32s_rounded_once(name, dtype):
         assert (a.float() - b.float()).norm() <= 2 * torch.finfo(dtype).eps * b.float().norm()
 
 
+@each("name", PRODUCTS)
+def test_products_in_inference_mode_are_those_of_training(name):
+    function, shapes = PRODUCTS[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with cpu_without(torch.bfloat16), Operations() as seen, float32_products([torch.bfloat16], CPU), autocast:
+        expected = function(*inputs)
+        with torch.inference_mode():
+            assert torch.equal(function(*inputs), expected)
+    assert seen.dtypes == {torch.float32}
+
+
 def test_a_recurrent_layer_computes_in_float32():
     """Where oneDNN has no bfloat16, torch raises."""
     lstm, x = nn.LSTM(8, 8), torch.randn(5, 2, 8)

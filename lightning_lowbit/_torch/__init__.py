@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,8 +105,17 @@ def is_batched(tensor: Tensor) -> bool:
 disable_current_modes = _disable_current_modes
 innermost_mode, leave_innermost_mode = _get_current_dispatch_mode, _pop_mode_temporarily
 OpOverload = torch._ops.OpOverload
-has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 graph_in_compilation = torch._guards.TracingContext.try_get  # what stands for that graph; None without one
+
+
+@cache
+def is_composite(operation: OpOverload) -> bool:
+    """Returns whether an operation has no kernel of its own, and consists of others. Modes see it in inference mode,
+    elsewhere its parts: ``operation.decompose(...)`` calls these."""
+    name: str = operation.name()  # type: ignore[no-untyped-call]
+    others = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, kernel) for kernel in others)
 
 
 def has_dispatch_mode() -> bool:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from lightning_lowbit._torch import (
     OpOverload,
     TorchDispatchMode,
-    has_kernel,
+    is_composite,
     node_of_backward,
     number_of_node,
     operator_of,
@@ -118,7 +117,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = operator_of(func)
-        if isinstance(func, OpOverload) and _is_composite(func):  # comes whole where gradients are switched off
+        if isinstance(func, OpOverload) and is_composite(func):  # comes whole in inference mode
             super().__enter__()  # type: ignore[no-untyped-call]  # the mode alone: the hooks are there
             try:
                 return func.decompose(*args, **kwargs)
@@ -212,14 +211,6 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             uncovered=dict(uncovered.most_common()),
             uncounted=tuple(sorted(self._uncounted)),
         )
-
-
-@cache
-def _is_composite(operation: OpOverload) -> bool:
-    """Returns whether an operation has no kernel of its own, and consists of others."""
-    name: str = operation.name()  # type: ignore[no-untyped-call]
-    others = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, kernel) for kernel in others)
 
 
 def _is_nested(*values: Any) -> bool:
