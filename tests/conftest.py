@@ -51,7 +51,7 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    left_out = {*mark_slow(items)}
+    left_out = {*mark_slow(items, leaves_out=config.option.markexpr != "not slow")}
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     order = {TESTS / name: number for number, name in enumerate(LONGEST)}

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 
-def mark_slow(items):
+def mark_slow(items, leaves_out=True):
     """Marks as slow what is not fast of tests that are ``pairwise`` or of which some cases are ``fast``.
+
+    Args:
+        leaves_out: whether slow cases are run, of which those in which three values meet are enough.
 
     Returns:
         What is left out.
@@ -30,7 +33,7 @@ def mark_slow(items):
         else:
             cases = [{name: id(value) for name, value in item.callspec.params.items()} for item in matrix]
             fast = cover(cases, *matrix[0].get_closest_marker("pairwise").args)
-            needed = cover(cases, 3, fast)
+            needed = cover(cases, 3, fast) if leaves_out else {*range(len(matrix))}
         for number, item in enumerate(matrix):
             if number not in needed:
                 left_out.append(item)
