@@ -36,7 +36,6 @@ struct GemmOperand {
     int32_t is_grouped, rotates_apart;  // in a stack: whether it is the rows of groups, and has signs for each product
 
     int32_t largest() const { return int32_t(numbers->element.max / step); }  // of its codes
-    float factor(int64_t row) const { return factors[factor_count > 1 ? row : 0]; }
     F32 factors_from(int64_t row, int count) const { return factor_count > 1 ? load(factors + row, count) : all(*factors); }
 };
 
@@ -78,34 +77,44 @@ struct Finish {
     int64_t columns, first;
     int32_t dtype;
     float unit;
-    bool has_factors, has_bias;
     F32 factors[kColumns], bias[kColumns];
 
     Finish(const GemmOperand &left, const GemmOperand &right, const GemmResult &result, int64_t panel)
         : left(left), values(result.values), columns(right.panels.rows), first(panel * kRows), dtype(result.dtype),
-          unit(left.step * right.step), has_factors(right.factor_count), has_bias(result.bias) {
-        for (int i = 0; i < kColumns && count(i) > 0; i++) {
-            int64_t column = first + i * kLanes;
-            if (has_factors) factors[i] = right.factors_from(column, count(i));
-            if (has_bias && result.bias_dtype == 0) bias[i] = load((const float *)result.bias + column, count(i));
-            if (has_bias && result.bias_dtype == 1) bias[i] = load((const BF16 *)result.bias + column, count(i));
+          unit(left.step * right.step) {
+        for (int i = 0; i < kColumns; i++) {
+            const int64_t column = first + i * kLanes;
+            factors[i] = all(1.0f), bias[i] = all(-0.0f);  // which change no number, not even 0
+            if (count(i) <= 0) continue;
+            if (right.factor_count) factors[i] = right.factors_from(column, count(i));
+            if (result.bias && result.bias_dtype == 0) bias[i] = load((const float *)result.bias + column, count(i));
+            if (result.bias && result.bias_dtype == 1) bias[i] = load((const BF16 *)result.bias + column, count(i));
         }
     }
     int count(int i) const {  // of lanes
         return int(std::min<int64_t>(columns - first - i * kLanes, kLanes));
     }
-    void put(int64_t row, const F32 (&sums)[kColumns]) const {
-        for (int i = 0; i < kColumns && count(i) > 0; i++) {
-            F32 value = sums[i] * unit;
-            if (left.factor_count) value = value * left.factor(row);
-            if (has_factors) value = value * factors[i];
-            if (has_bias) value = value + bias[i];
-            int64_t place = row * columns + first + i * kLanes;
-            if (dtype == 1)
-                store((BF16 *)values + place, value, count(i));
-            else
-                store((float *)values + place, dtype == 2 ? widen(narrow(value)) : value, count(i));
-        }
+    void put(int64_t row, int64_t rows, const F32 (&sums)[kTileRows][kColumns]) const {
+        auto as_is = [](F32 value) INLINE { return value; };
+        if (dtype == 0) write<float>(row, rows, sums, as_is);
+        if (dtype == 1) write<BF16>(row, rows, sums, as_is);
+        if (dtype == 2) write<float>(row, rows, sums, [](F32 value) INLINE { return widen(narrow(value)); });
+    }
+    template <class Out, class Round>
+    void write(int64_t row, int64_t rows, const F32 (&sums)[kTileRows][kColumns], Round round) const {
+        const bool is_whole = count(kColumns - 1) == kLanes;
+        const float one = 1.0f, *factor = left.factor_count ? left.factors : &one;
+        const int64_t step = left.factor_count > 1, stride = columns;
+        Out *target = (Out *)values + row * stride + first;
+        factor += row * step;
+        for (int64_t r = 0; r < rows; r++, factor += step, target += stride)
+            for (int i = 0; i < kColumns; i++) {
+                const F32 value = round(sums[r][i] * unit * all(*factor) * factors[i] + bias[i]);
+                if (is_whole)
+                    store(target + i * kLanes, value);
+                else if (count(i) > 0)
+                    store(target + i * kLanes, value, count(i));
+            }
     }
 };
 
@@ -162,7 +171,7 @@ void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const 
         for (int64_t row = first * kRows; row < std::min(last * kRows, left.count); row += kTileRows, tile++) {
             (left.*add)(row, begin, count, columns, step, right.most, *tile);
             if (begin + count < groups) continue;
-            for (int r = 0; r < kTileRows && row + r < left.count; r++) finish.put(row + r, (*tile)[r]);
+            finish.put(row, std::min<int64_t>(kTileRows, left.count - row), *tile);
         }
     }
 }
