@@ -118,31 +118,27 @@ struct Finish {
     }
 };
 
+// How both operands pass along k: `step` groups share scales of both, and a slice is what tiles take of all their rows before
+// the next one; with pixels, a place of the kernel.
+struct Path {
+    int64_t groups, step, slice;
+    bool are_alike;  // whether all blocks of both operands have `step` groups, whose products Dots hold
+
+    Path(const GemmOperand &left, const Panels &right, int64_t most) : groups(right.groups()) {
+        const int64_t above = left.panels.block / kGroup, beside = right.block / kGroup;
+        step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
+        slice = left.window ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
+        are_alike = above && above == beside && slice % above == 0 && groups % above == 0 && above <= most;
+    }
+};
+
 // The left operand as tiles read it.
 struct LeftRows {
     const Panels &panels;
+    int64_t count;
     const int32_t *pixels;  // that are its rows, for each place of a window's kernel; null where the panels have them
-    int64_t count, groups;
 
     int64_t panel_count() const { return (count + kRows - 1) / kRows; }
-
-    // Adds the products of some groups from `begin` on to the sums of a tile: with pixels, of one place of the kernel.
-    template <int kStep, int kPanels>
-    void add(int64_t row, int64_t begin, int64_t size, const Columns<kPanels> &right, int64_t step, int64_t most,
-             F32 (&sums)[kTileRows][kPanels * kVectors]) const {
-        if (!pixels) {
-            const Neighbors rows = {reader(row, begin)};
-            return add_groups<kStep>(rows, right, size, step, most, begin > 0, sums);
-        }
-        const int32_t *places = pixels + begin / size * panel_count() * kRows + row;
-        Scattered rows;
-        for (int r = 0; r < kTileRows; r++) {
-            const Reader pixel = reader(places[r], 0);
-            rows.codes[r] = pixel.codes, rows.scales[r] = pixel.scales;
-        }
-        add_groups<kStep>(rows, right, size, step, most, begin > 0, sums);
-    }
-    Reader reader(int64_t row, int64_t group) const { return Reader(panels, row / kRows, group).shifted(row % kRows); }
 };
 
 // The right operand as tiles read it.
@@ -152,26 +148,50 @@ struct RightRows {
     int64_t most;           // groups whose products Dots hold
 };
 
+// A slice of the left operand.
+struct Slice {
+    Reader reader;
+    const int32_t *pixels;
+    int64_t groups;
+    bool continues;  // the sums of another one
+
+    Slice(const LeftRows &left, int64_t begin, int64_t groups)
+        : reader(left.panels, left.pixels ? 0 : begin), groups(groups), continues(begin > 0) {
+        pixels = left.pixels ? left.pixels + begin / groups * left.panel_count() * kRows : nullptr;
+    }
+
+    // Adds the products to the sums of a tile.
+    template <int kStep, int kPanels>
+    void add(int64_t row, const Columns<kPanels> &right, int64_t step, int64_t most,
+             F32 (&sums)[kTileRows][kPanels * kVectors]) const {
+        if (!pixels) return add_groups<kStep>(Neighbors{reader.from(row)}, right, groups, step, most, continues, sums);
+        Scattered rows;
+        for (int r = 0; r < kTileRows; r++) {
+            const Reader pixel = reader.from(pixels[row + r]);
+            rows.codes[r] = pixel.codes, rows.scales[r] = pixel.scales;
+        }
+        add_groups<kStep>(rows, right, groups, step, most, continues, sums);
+    }
+};
+
 // The product of some panels of the left operand with kPanels of the right one, slice by slice of k.
 template <int kPanels>
-void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const RightRows &right, int64_t first,
-                     int64_t last, int64_t panel) {
-    const int64_t above = left.panels.block / kGroup, beside = right.panels.block / kGroup, groups = left.groups;
-    const int64_t step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
-    const int64_t slice = left.pixels ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
-    const bool are_alike = above && above == beside && groups % above == 0 && above <= right.most;
-    const auto add = are_alike && step == 1   ? &LeftRows::add<1, kPanels>
-                     : are_alike && step == 2 ? &LeftRows::add<2, kPanels>
-                                              : &LeftRows::add<0, kPanels>;
+void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const RightRows &right, const Path &path,
+                     int64_t first, int64_t last, int64_t panel) {
+    const int64_t step = path.are_alike ? path.step : 0;
+    const auto add = step == 1   ? &Slice::add<1, kPanels>
+                     : step == 2 ? &Slice::add<2, kPanels>
+                     : step == 8 ? &Slice::add<8, kPanels>
+                                 : &Slice::add<0, kPanels>;
     F32 sums[kPanelsAtOnce * kRows / kTileRows][kTileRows][kPanels * kVectors];
-    for (int64_t begin = 0; begin < groups; begin += slice) {
-        const int64_t count = std::min(slice, groups - begin);
+    for (int64_t begin = 0; begin < path.groups; begin += path.slice) {
+        const Slice rows(left, begin, std::min(path.slice, path.groups - begin));
         const Columns<kPanels> columns(right.panels, right.starts, panel, begin);
         auto *tile = sums;
         for (int64_t row = first * kRows; row < std::min(last * kRows, left.count); row += kTileRows, tile++) {
-            (left.*add)(row, begin, count, columns, step, right.most, *tile);
-            if (begin + count < groups) continue;
-            finish.put(row, std::min<int64_t>(kTileRows, left.count - row), *tile);
+            (rows.*add)(row, columns, path.step, right.most, *tile);
+            if (begin + rows.groups == path.groups)
+                finish.put(row, std::min<int64_t>(kTileRows, left.count - row), *tile);
         }
     }
 }
@@ -213,11 +233,13 @@ void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, i
     left.panels.offset = kHasOffset ? left.largest() + 1 : 0;  // below zero some codes reach one step further
     prepare(left, 0, threads);
     prepare(right, 1, threads);
-    int32_t *starts = memory<int32_t>(right.panels.panels() * right.panels.groups() * kRows, 2);
-    if (kHasOffset) offsets_of(right.panels, left.panels.offset, starts, threads);
     const int64_t largest = int64_t(left.largest() + left.panels.offset) * (right.largest() + 1);
-    const RightRows columns = {right.panels, starts, kMostOfDots / (kProducts * largest)};
-    LeftRows rows = {left.panels, nullptr, left.panels.rows, right.panels.groups()};
+    const int64_t most = std::min(kMostOfDots / (kProducts * largest), kGroupsAtOnce);
+    const Path path(left, right.panels, most);
+    int32_t *starts = memory<int32_t>(right.panels.panels() * right.panels.groups() * kRows, 2);
+    if (kHasOffset) offsets_of(right.panels, left.panels.offset, path.step, path.slice, starts, threads);
+    const RightRows columns = {right.panels, starts, most};
+    LeftRows rows = {left.panels, left.panels.rows, nullptr};
     if (left.window) {
         rows.count = left.window->positions();
         rows.pixels = pixels_of(*left.window, rows.panel_count() * kRows, threads);
@@ -230,9 +252,9 @@ void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, i
         const int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panel_count());
         const int64_t panel = part % across * kTilePanels;
         if (panel + kTilePanels <= right.panels.panels())
-            multiply_panels<kTilePanels>(rows, {left, right, result, panel}, columns, first, last, panel);
+            multiply_panels<kTilePanels>(rows, {left, right, result, panel}, columns, path, first, last, panel);
         else
-            multiply_panels<1>(rows, {left, right, result, panel}, columns, first, last, panel);
+            multiply_panels<1>(rows, {left, right, result, panel}, columns, path, first, last, panel);
     }
 }
 

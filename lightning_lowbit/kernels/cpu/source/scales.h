@@ -81,11 +81,14 @@ void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
             }
             I32 of_blocks[kLanes] = {};
             if (end <= strip.columns) {
-                for (int64_t row = 0; row < strip.rows; row++)
-                    for (int i = 0; i < kLanes; i++)
-                        for (const In *x = strip.x + row * strip.stride + (block + i) * width, *stop = x + width;
-                             x < stop; x += kLanes)
-                            of_blocks[i] = larger(of_blocks[i], (I32)magnitude(load(x)));
+                for (int i = 0; i < kLanes; i++) {
+                    I32 largest = {};  // in a register
+                    for (int64_t row = 0; row < strip.rows; row++)
+                        for (const In *x = strip.x + row * strip.stride + (block + i) * width, *stop = x + width; x < stop;
+                             x += kLanes)
+                            largest = larger(largest, (I32)magnitude(load(x)));
+                    of_blocks[i] = largest;
+                }
             } else {
                 for (int64_t i = 0, at = block * width; at < strip.columns; i++)
                     for (int64_t stop = at + width; at < stop && at < strip.columns; at += kLanes)

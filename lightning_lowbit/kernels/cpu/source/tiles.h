@@ -24,26 +24,27 @@ struct ScaleReader {
     }
 };
 
-// One operand in panels from a panel, and a group of k, on; from a row of the panel on, where it is shifted.
+// The first panel of an operand from a group of k on, or from one of its rows on; other panels are strides away.
 struct Reader {
     const int8_t *codes;
     ScaleReader scales;
+    int64_t code_stride, scale_stride;
 
     Reader() = default;
-    Reader(const Panels &panels, int64_t panel, int64_t group = 0)
-        : codes(panels.codes + (panel * panels.groups() + group) * kRows * kGroup),
-          scales{panels.block ? panels.scales + (panel * panels.blocks() + group * kGroup / panels.block) * kRows : nullptr,
-                 panels.block / kGroup} {}
-    Reader shifted(int64_t row) const {
+    Reader(const Panels &panels, int64_t group)
+        : codes(panels.codes + group * kRows * kGroup),
+          scales{panels.block ? panels.scales + group * kGroup / panels.block * kRows : nullptr, panels.block / kGroup},
+          code_stride(panels.groups() * kRows * kGroup), scale_stride(panels.blocks() * kRows) {}
+    Reader from(uint64_t row) const {
         Reader reader = *this;
-        reader.codes += row * kWords;
-        if (scales.scales) reader.scales.scales += row;
+        reader.codes += row / kRows * code_stride + row % kRows * kWords;
+        if (scales.scales) reader.scales.scales += row / kRows * scale_stride + row % kRows;
         return reader;
     }
 };
 
-// Some panels of the right operand, vector by vector, and what the offset of the left one adds to the sums of each group,
-// negated.
+// Some panels of the right operand, vector by vector, and what the offset of the left one adds to the sums of each block,
+// negated, in the place of its first group.
 template <int kPanels>
 struct Columns {
     static constexpr int kCount = kPanels * kVectors;
@@ -52,7 +53,7 @@ struct Columns {
 
     Columns(const Panels &operand, const int32_t *all_starts, int64_t panel, int64_t group) {
         for (int i = 0; i < kPanels; i++) {
-            panels[i] = Reader(operand, panel + i, group);
+            panels[i] = Reader(operand, group).from((panel + i) * kRows);
             starts[i] = all_starts + ((panel + i) * operand.groups() + group) * kRows;
         }
     }
@@ -115,48 +116,74 @@ INLINE inline void for_sums(Body body) {
         for (int column = 0; column < kColumns; column++) body(row, column);
 }
 
-// Adds the products of the groups up to `end`, which share scales: kStep of them, unless it is 0. Dots hold those of `most`
-// groups, and are of some rows at a time, as registers allow.
+// Rows of a tile that are summed at a time, whose dots share the right words in registers; where scales come often, one. And
+// groups that all rows take before the next ones, as a cache allows.
+template <int kStep>
+constexpr int kRowsAtOnce = kStep == 1 || kStep == 2 ? 1 : 4;
+constexpr int64_t kGroupsAtOnce = 32;
+
+// Adds the products of some groups and rows to sums of integers.
+template <int kCount, class Rows, class Right, int kColumns = Right::kCount>
+INLINE inline void add_products(const Rows &left, const Right &right, int row, int64_t first, int64_t end,
+                                I32 (&products)[kCount][kColumns]) {
+    Dots dots[kCount][kColumns];
+    for_sums<kCount, kColumns>([&](int r, int c) INLINE { dots[r][c] = begin_dots(products[r][c]); });
+#pragma GCC unroll 2
+    for (int64_t group = first; group < end; group++)
+#pragma GCC unroll 8
+        for (int i = 0; i < kWords; i++)
+            for_sums<kCount, kColumns>([&](int r, int c) INLINE {
+                dots[r][c] = add_dots(dots[r][c], left.word(row + r, group, i), right.words(group, i, c));
+            });
+    for_sums<kCount, kColumns>([&](int r, int c) INLINE { products[r][c] = end_dots(dots[r][c], products[r][c]); });
+}
+
+// Adds the products of the groups up to `end`, which share scales: kStep of them, unless it is 0. Then dots hold those of
+// `most` groups, and all rows take these before the next ones, while a cache has them.
 template <int kStep, class Rows, class Right, int kColumns = Right::kCount>
 INLINE inline void add_block(const Rows &left, const Right &right, int64_t first, int64_t end, int64_t most,
                              F32 (&sums)[kTileRows][kColumns]) {
-    constexpr int kPart = kStep || kLanes == 8 ? 1 : kTileRows;
+    constexpr int kCount = kRowsAtOnce<kStep>, kParts = kTileRows / kCount;
     F32 scales[kColumns];
-    I32 starts[kColumns];
+    I32 starts[kColumns], products[kParts][kCount][kColumns];
     for_sums<1, kColumns>([&](int, int c) INLINE {
         scales[c] = in_register(right.template scale<kStep>(first, c));
         starts[c] = right.start(first, c);
-        for (int64_t group = first + 1; group < end; group++) starts[c] += right.start(group, c);
     });
-#pragma GCC unroll 8
-    for (int row = 0; row < kTileRows; row += kPart) {
-        I32 products[kPart][kColumns];
-        Dots dots[kPart][kColumns];
-        for_sums<kPart, kColumns>([&](int r, int c) INLINE { products[r][c] = starts[c]; });
-        for (int64_t group = first; group < end;) {
-            const int64_t last = kStep ? end : std::min(group + most, end);
-            for_sums<kPart, kColumns>([&](int r, int c) INLINE { dots[r][c] = begin_dots(products[r][c]); });
-#pragma GCC unroll 2
-            for (; group < last; group++)
-#pragma GCC unroll 8
-                for (int i = 0; i < kWords; i++)
-                    for_sums<kPart, kColumns>([&](int r, int c) INLINE {
-                        dots[r][c] = add_dots(dots[r][c], left.word(row + r, group, i), right.words(group, i, c));
-                    });
-            for_sums<kPart, kColumns>([&](int r, int c) INLINE { products[r][c] = end_dots(dots[r][c], products[r][c]); });
-        }
-        for_sums<kPart, kColumns>([&](int r, int c) INLINE {
-            const float scale = left.template scale<kStep>(row + r, first);
-            sums[row + r][c] = scaled(products[r][c], scales[c], scale, sums[row + r][c]);
+    auto begin = [&](int part) INLINE {
+        for_sums<kCount, kColumns>([&](int r, int c) INLINE { products[part][r][c] = starts[c]; });
+    };
+    auto finish = [&](int part) INLINE {
+        for_sums<kCount, kColumns>([&](int r, int c) INLINE {
+            const int row = part * kCount + r;
+            const float scale = left.template scale<kStep>(row, first);
+            sums[row][c] = scaled(products[part][r][c], scales[c], scale, sums[row][c]);
         });
+    };
+    if constexpr (kStep > 0) {
+#pragma GCC unroll 8
+        for (int part = 0; part < kParts; part++) {
+            begin(part);
+            add_products(left, right, part * kCount, first, end, products[part]);
+            finish(part);
+        }
+        return;
     }
+    for_sums<kParts, 1>([&](int part, int) INLINE { begin(part); });
+    for (int64_t group = first; group < end; group += most)
+        for_sums<kParts, 1>([&](int part, int) INLINE {
+            add_products(left, right, part * kCount, group, std::min(group + most, end), products[part]);
+        });
+    for_sums<kParts, 1>([&](int part, int) INLINE { finish(part); });
 }
 
 // Adds the products of some groups to the sums of a tile, which begin at 0 unless it continues. `step` groups share scales:
 // kStep, and of both operands, unless it is 0. Not inlined, and with copies of its arguments: else GCC keeps sums in memory.
 template <int kStep, class Rows, class Right, int kColumns = Right::kCount>
-__attribute__((noinline)) void add_groups(Rows left, Right right, int64_t groups, int64_t step, int64_t most,
+__attribute__((noinline)) void add_groups(const Rows &rows, const Right &columns, int64_t groups, int64_t step, int64_t most,
                                           bool continues, F32 (&result)[kTileRows][kColumns]) {
+    const Rows left = rows;
+    const Right right = columns;
     F32 sums[kTileRows][kColumns] = {};  // in registers
     if (continues) for_sums<kTileRows, kColumns>([&](int r, int c) INLINE { sums[r][c] = result[r][c]; });
     if (kStep) step = kStep;
@@ -165,19 +192,27 @@ __attribute__((noinline)) void add_groups(Rows left, Right right, int64_t groups
     for_sums<kTileRows, kColumns>([&](int r, int c) INLINE { result[r][c] = sums[r][c]; });
 }
 
-// What an offset of the left operand adds to the sums of each group and row of the right one, negated.
-void offsets_of(const Panels &panels, int32_t offset, int32_t *starts, int threads) {
-    const int64_t groups = panels.groups() * panels.panels();
+// What an offset of the left operand adds to the sums of each row of the right one, negated: of blocks of `step` groups from
+// the start of each slice of k on, in the place of the first group.
+void offsets_of(const Panels &panels, int32_t offset, int64_t step, int64_t slice, int32_t *starts, int threads) {
+    const int64_t groups = panels.groups(), slices = (groups + slice - 1) / slice, parts = panels.panels() * slices;
     const S8 ones = S8{} + 1;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && groups > 512)
-    for (int64_t group = 0; group < groups; group++)
-        for (int row = 0; row < kRows; row += kLanes) {
-            Dots dots = begin_dots(I32{});
-            for (int i = 0; i < kWords; i++)
-                dots = add_dots(dots, ones, read<S8>(panels.codes + (group * kWords + i) * kWordStride + row * kWords));
-            const I32 sums = end_dots(dots, I32{}) * -offset;
-            memcpy(starts + group * kRows + row, &sums, sizeof sums);
-        }
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && panels.panels() * groups > 512)
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t panel = part / slices * groups, begin = part % slices * slice, end = std::min(begin + slice, groups);
+        for (int64_t first = begin; first < end; first += step)
+            for (int row = 0; row < kRows; row += kLanes) {
+                I32 sums = {};
+                for (int64_t group = first; group < std::min(first + step, end); group++) {
+                    const int8_t *codes = panels.codes + (panel + group) * kRows * kGroup + row * kWords;
+                    Dots dots = begin_dots(sums);
+                    for (int i = 0; i < kWords; i++) dots = add_dots(dots, ones, read<S8>(codes + i * kWordStride));
+                    sums = end_dots(dots, sums);
+                }
+                sums *= -offset;
+                memcpy(starts + (panel + first) * kRows + row, &sums, sizeof sums);
+            }
+    }
 }
 
 }  // namespace
