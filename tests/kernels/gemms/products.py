@@ -37,6 +37,7 @@ CASTS = {
     "e1m2": (Cast("e1m2", Scale("e4m3", 16)),) * 2,
     "int4": (INT4, INT4),
     "int2": (INT2, INT2),
+    "scales of all digits": (Cast("int4", Scale("fp32", 16)),) * 2,
     "int3, drawn": (Cast("int3", Scale("fp16", 48), "stochastic"), Cast("int3", Scale("fp16", (16, 48)))),
     "int8 by ternary": (INT8, TERNARY),
     "blocks of two sizes": (NVFP4, Cast("int4", Scale("fp32", 32))),

@@ -68,6 +68,12 @@ inline I32 end_dots(Dots dots, I32 sums) { return kIsShort ? add_pairs(dots) + s
 
 inline S8 repeat_word(const int8_t *source) { return (S8)all_integers(read<int32_t>(source)); }
 
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+constexpr bool kHasFusedMultiplyAdd = true;
+#else
+constexpr bool kHasFusedMultiplyAdd = false;
+#endif
+
 // a * b + c, rounded once on all CPUs.
 inline F32 fused_multiply_add(F32 a, F32 b, F32 c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)

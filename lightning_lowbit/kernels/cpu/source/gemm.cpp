@@ -124,11 +124,12 @@ struct Path {
     int64_t groups, step, slice;
     bool are_alike;  // whether all blocks of both operands have `step` groups, whose products Dots hold
 
-    Path(const GemmOperand &left, const Panels &right, int64_t most) : groups(right.groups()) {
-        const int64_t above = left.panels.block / kGroup, beside = right.block / kGroup;
+    Path(const GemmOperand &left, const GemmOperand &right, int64_t most) : groups(right.panels.groups()) {
+        const int64_t above = left.panels.block / kGroup, beside = right.panels.block / kGroup;
         step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
         slice = left.window ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
         are_alike = above && above == beside && slice % above == 0 && groups % above == 0 && above <= most;
+        are_alike &= above != 1 || right.numbers->exact;  // for kShift
     }
 };
 
@@ -235,7 +236,7 @@ void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, i
     prepare(right, 1, threads);
     const int64_t largest = int64_t(left.largest() + left.panels.offset) * (right.largest() + 1);
     const int64_t most = std::min(kMostOfDots / (kProducts * largest), kGroupsAtOnce);
-    const Path path(left, right.panels, most);
+    const Path path(left, right, most);
     int32_t *starts = memory<int32_t>(right.panels.panels() * right.panels.groups() * kRows, 2);
     if (kHasOffset) offsets_of(right.panels, left.panels.offset, path.step, path.slice, starts, threads);
     const RightRows columns = {right.panels, starts, most};

@@ -11,6 +11,13 @@ namespace {
 constexpr int kVectors = kRows / kLanes;
 constexpr int kTileRows = kLanes == 8 ? 8 : 4, kTilePanels = kLanes == 16 ? 2 : 1;
 
+// Integers that begin at the bits of this number, whose last digit is 1, are it and their value, read as float: a fused
+// multiplication by scales takes off what it adds. It is exact where products of it and the scales are, as those of a scale
+// for each group have to be.
+constexpr float kShift = 12582912.0f;
+template <int kStep>
+constexpr bool kIsShifted = kStep == 1 && kHasFusedMultiplyAdd;
+
 // Where no scales are, they are 1.
 struct ScaleReader {
     const float *scales;
@@ -60,8 +67,11 @@ struct Columns {
     S8 words(int64_t group, int i, int column) const {
         return read<S8>(panels[column / kVectors].codes + (group * kWords + i) * kWordStride + column % kVectors * kLanes * kWords);
     }
+    template <int kStep>
     I32 start(int64_t group, int column) const {
-        return kHasOffset ? read<I32>(starts[column / kVectors] + group * kRows + column % kVectors * kLanes) : I32{};
+        const I32 shift = kIsShifted<kStep> ? (I32)bits(all(kShift)) : I32{};
+        if (!kHasOffset) return shift;
+        return read<I32>(starts[column / kVectors] + group * kRows + column % kVectors * kLanes) + shift;
     }
     template <int kStep>
     F32 scale(int64_t group, int column) const {
@@ -94,9 +104,10 @@ struct Scattered {
     }
 };
 
-// What the products of a block add to a sum.
-inline F32 scaled(I32 products, F32 right, float left, F32 sum) {
-    return fused_multiply_add(__builtin_convertvector(products, F32) * right, all(left), sum);
+// Products of a block as float, times the scale of the right operand.
+template <int kStep>
+inline F32 scaled(I32 products, F32 scale, F32 shift) {
+    return kIsShifted<kStep> ? fused_multiply_add((F32)products, scale, shift) : __builtin_convertvector(products, F32) * scale;
 }
 
 // Keeps a vector that is used several times in a register; left alone, GCC reads it from memory each time.
@@ -144,11 +155,12 @@ template <int kStep, class Rows, class Right, int kColumns = Right::kCount>
 INLINE inline void add_block(const Rows &left, const Right &right, int64_t first, int64_t end, int64_t most,
                              F32 (&sums)[kTileRows][kColumns]) {
     constexpr int kCount = kRowsAtOnce<kStep>, kParts = kTileRows / kCount;
-    F32 scales[kColumns];
+    F32 scales[kColumns], shifts[kColumns];
     I32 starts[kColumns], products[kParts][kCount][kColumns];
     for_sums<1, kColumns>([&](int, int c) INLINE {
         scales[c] = in_register(right.template scale<kStep>(first, c));
-        starts[c] = right.start(first, c);
+        shifts[c] = in_register(scales[c] * -kShift);
+        starts[c] = right.template start<kStep>(first, c);
     });
     auto begin = [&](int part) INLINE {
         for_sums<kCount, kColumns>([&](int r, int c) INLINE { products[part][r][c] = starts[c]; });
@@ -157,7 +169,8 @@ INLINE inline void add_block(const Rows &left, const Right &right, int64_t first
         for_sums<kCount, kColumns>([&](int r, int c) INLINE {
             const int row = part * kCount + r;
             const float scale = left.template scale<kStep>(row, first);
-            sums[row][c] = scaled(products[part][r][c], scales[c], scale, sums[row][c]);
+            const F32 product = scaled<kStep>(products[part][r][c], scales[c], shifts[c]);
+            sums[row][c] = fused_multiply_add(product, all(scale), sums[row][c]);
         });
     };
     if constexpr (kStep > 0) {
