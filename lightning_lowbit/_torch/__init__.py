@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -108,14 +109,35 @@ OpOverload = torch._ops.OpOverload
 graph_in_compilation = torch._guards.TracingContext.try_get  # what stands for that graph; None without one
 
 
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
 @cache
 def is_composite(operation: OpOverload) -> bool:
     """Returns whether an operation has no kernel of its own, and consists of others. Modes see it in inference mode,
-    elsewhere its parts: ``operation.decompose(...)`` calls these."""
+    elsewhere its parts, which :func:`run_composite` shows them."""
     name: str = operation.name()  # type: ignore[no-untyped-call]
     others = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, kernel) for kernel in others)
+    return _has_kernel(name, "CompositeImplicitAutograd") and not any(_has_kernel(name, kernel) for kernel in others)
+
+
+def run_composite(operation: OpOverload, mode: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+    """Computes a composite operation, which has come to a mode, as without that mode, which gets its parts.
+
+    ``operation.decompose`` would run Python's forms of some (``lstm``, ``dropout``), and keep the parts from autocast.
+    """
+    name: str = operation.name()  # type: ignore[no-untyped-call]
+    with enable_reentrant_dispatch():
+        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    devices = [device for device in devices if not _has_kernel(name, f"Autocast{device.upper()}")]  # which cast inputs
+    for device in devices:
+        torch.set_autocast_enabled(device, True)
+    try:
+        with mode:
+            return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    finally:
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
 
 
 def has_dispatch_mode() -> bool:
