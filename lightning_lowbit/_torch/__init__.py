@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -121,23 +122,29 @@ def is_composite(operation: OpOverload) -> bool:
     return _has_kernel(name, "CompositeImplicitAutograd") and not any(_has_kernel(name, kernel) for kernel in others)
 
 
+# Whether the parts run of an operation whose inputs autocast has cast: its parts are then not under autocast.
+_IS_CAST = ContextVar("is_cast", default=False)
+
+
 def run_composite(operation: OpOverload, mode: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
     """Computes a composite operation, which has come to a mode, as without that mode, which gets its parts.
 
     ``operation.decompose`` would run Python's forms of some (``lstm``, ``dropout``), and keep the parts from autocast.
     """
     name: str = operation.name()  # type: ignore[no-untyped-call]
-    with enable_reentrant_dispatch():
+    with enable_reentrant_dispatch():  # as outside of all modes
         devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    devices = [device for device in devices if not _has_kernel(name, f"Autocast{device.upper()}")]  # which cast inputs
+    is_cast = _IS_CAST.get() or any(_has_kernel(name, f"Autocast{device.upper()}") for device in devices)
+    before = _IS_CAST.set(is_cast)
     for device in devices:
-        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_enabled(device, not is_cast)
     try:
         with mode:
             return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
     finally:
         for device in devices:
             torch.set_autocast_enabled(device, False)
+        _IS_CAST.reset(before)
 
 
 def has_dispatch_mode() -> bool:
