@@ -21,6 +21,7 @@ from lightning_lowbit._torch import (
     innermost_mode,
     is_composite,
     leave_innermost_mode,
+    run_composite,
 )
 
 _Result = TypeVar("_Result")
@@ -78,8 +79,7 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         rounded = CPU_PRODUCTS.get(func)
         if rounded is None and isinstance(func, OpOverload) and is_composite(func):  # comes whole in inference mode
-            with self:
-                return func.decompose(*args, **kwargs)
+            return run_composite(func, self, args, kwargs)
         if rounded is None or not lacks_units(args[0]):
             return func(*args, **kwargs)
         dtype, out = args[0].dtype, kwargs.get("out")

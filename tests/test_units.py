@@ -24,6 +24,7 @@ PRODUCTS = {
     "linear without a bias": (F.linear, [(8, 32), (16, 32)]),
     "bmm": (torch.bmm, [(2, 4, 8), (2, 8, 6)]),
     "baddbmm": (torch.baddbmm, [(2, 4, 6), (2, 4, 8), (2, 8, 6)]),
+    "einsum": (lambda *x: torch.einsum("ij,kj->ik", *x), [(8, 32), (16, 32)]),
     "conv": (lambda *x: F.conv2d(*x, padding=1), [(2, 4, 8, 8), (6, 4, 3, 3), (6,)]),
     "transposed conv": (F.conv_transpose2d, [(2, 4, 8, 8), (4, 6, 3, 3), (6,)]),
     "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [(2, 2, 16, 8)]),
@@ -58,9 +59,11 @@ def test_products_without_units_are_float32s_rounded_once(name, dtype):
         assert (a.float() - b.float()).norm() <= 2 * torch.finfo(dtype).eps * b.float().norm()
 
 
-@each("name", PRODUCTS)
-def test_products_in_inference_mode_are_those_of_training(name):
-    function, shapes = PRODUCTS[name]
+NARROW_VALUES = [(1, 2, 16, 8), (1, 2, 16, 8), (1, 2, 16, 4)]  # torch has no fused attention for them
+
+
+@each("function, shapes", [*PRODUCTS.values(), (F.scaled_dot_product_attention, NARROW_VALUES)])
+def test_products_in_inference_mode_are_those_of_training(function, shapes):
     inputs = [torch.randn(shape) for shape in shapes]
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     with cpu_without(torch.bfloat16), Operations() as seen, float32_products([torch.bfloat16], CPU), autocast:
@@ -79,6 +82,15 @@ def test_a_recurrent_layer_computes_in_float32():
         found.float().sum().backward()
     assert found.dtype == torch.bfloat16 and all(p.grad is not None for p in lstm.parameters())
     torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+
+
+@each("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_in_inference_mode_is_that_of_training(kind):
+    layer, x = kind(8, 8), torch.randn(5, 2, 8)
+    with cpu_without(torch.bfloat16), Float32Products(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = layer(x)[0]
+        with torch.inference_mode():
+            assert torch.equal(layer(x)[0], expected)
 
 
 def test_products_of_other_dtypes_are_torchs():

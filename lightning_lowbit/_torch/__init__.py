@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -108,14 +110,41 @@ OpOverload = torch._ops.OpOverload
 graph_in_compilation = torch._guards.TracingContext.try_get  # what stands for that graph; None without one
 
 
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
 @cache
 def is_composite(operation: OpOverload) -> bool:
     """Returns whether an operation has no kernel of its own, and consists of others. Modes see it in inference mode,
-    elsewhere its parts: ``operation.decompose(...)`` calls these."""
+    elsewhere its parts, which :func:`run_composite` shows them."""
     name: str = operation.name()  # type: ignore[no-untyped-call]
     others = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, kernel) for kernel in others)
+    return _has_kernel(name, "CompositeImplicitAutograd") and not any(_has_kernel(name, kernel) for kernel in others)
+
+
+# Whether the parts run of an operation whose inputs autocast has cast: its parts are then not under autocast.
+_IS_CAST = ContextVar("is_cast", default=False)
+
+
+def run_composite(operation: OpOverload, mode: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+    """Computes a composite operation, which has come to a mode, as without that mode, which gets its parts.
+
+    ``operation.decompose`` would run Python's forms of some (``lstm``, ``dropout``), and keep the parts from autocast.
+    """
+    name: str = operation.name()  # type: ignore[no-untyped-call]
+    with enable_reentrant_dispatch():  # as outside of all modes
+        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    is_cast = _IS_CAST.get() or any(_has_kernel(name, f"Autocast{device.upper()}") for device in devices)
+    before = _IS_CAST.set(is_cast)
+    for device in devices:
+        torch.set_autocast_enabled(device, not is_cast)
+    try:
+        with mode:
+            return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    finally:
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+        _IS_CAST.reset(before)
 
 
 def has_dispatch_mode() -> bool:

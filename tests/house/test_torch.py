@@ -116,6 +116,23 @@ def test_modes_are_disabled_and_kernels_listed():
     assert composite == [True, False]
 
 
+def test_a_composite_operation_shows_a_mode_its_parts_under_autocast():
+    parts = []
+
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if _torch.is_composite(func):
+                return _torch.run_composite(func, self, args, kwargs or {})
+            parts.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(4, 4)
+    for cast, dtype in (True, torch.bfloat16), (False, torch.float32):
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast), Mode():
+            assert torch.einsum("ij,kj->ik", x, x).dtype == dtype and "bmm" in parts
+            assert torch.cdist(x, x, compute_mode="use_mm_for_euclid_dist").dtype == torch.float32
+
+
 def test_compilation_is_recognized():
     assert _torch.graph_in_compilation() is None
     with _torch.repeatable_backward():

@@ -10,8 +10,8 @@ found by the number of its autograd node. With the layers' casts this gives, for
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_lowbit._torch import (
     node_of_backward,
     number_of_node,
     operator_of,
+    run_composite,
     saved_tensor_hooks,
 )
 from lightning_lowbit.compilation import backend, counted_product, counted_shape, is_within_cast
@@ -102,6 +103,15 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._entered.close()
 
+    @contextmanager
+    def _alone(self) -> Generator[None, None, None]:
+        """Context of the mode alone, where the hooks are there."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def _enter_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.paused = False
         # A module that is not part of the model (a metric, a loss) counts as the module that calls it.
@@ -118,11 +128,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         operation = operator_of(func)
         if isinstance(func, OpOverload) and is_composite(func):  # comes whole in inference mode
-            super().__enter__()  # type: ignore[no-untyped-call]  # the mode alone: the hooks are there
-            try:
-                return func.decompose(*args, **kwargs)
-            finally:
-                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            return run_composite(func, self._alone(), args, kwargs)
         out = func(*args, **kwargs)
         if self.paused or is_within_cast():  # a rotation or a mean, which casts compute beside the GEMMs
             return out

@@ -140,6 +140,16 @@ def test_without_gradients(context):
     assert_counted(counter, {"layer": layer(ROWS, WIDTH, 8, BACKWARD)}, others)
 
 
+def test_a_counted_pass_in_inference_mode_is_one_that_is_not_counted():
+    """Under autocast, too: the parts of einsum are cast, and einsum itself is not."""
+    model = Applied(lambda self, x: torch.einsum("bqc,bkc->bqk", x, self.layer(x)), layer=nn.Linear(8, 8))
+    x = torch.randn(BATCH, TOKENS, 8)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = low_bit(model)(x)
+        with GemmCounter(model):
+            assert torch.equal(model(x), expected)
+
+
 @each("groups", [1, 2, 8])
 @each("transposed", [False, True])
 @each("stride", [1, 2])
