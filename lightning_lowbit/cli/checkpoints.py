@@ -17,7 +17,7 @@ from lightning_lowbit.callbacks.recovery.whole_checkpoints import (
 from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.cli.options import check_checkpoint
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.precision.checkpoints.files import is_text, load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.files import DEPTH, is_text, load_checkpoint, state_of
 from lightning_lowbit.precision.run_settings import UNDECIDED
 
 OBJECTS = "If you trust whoever wrote it, give --weights_only false."  # the advice of a refusal
@@ -57,7 +57,7 @@ def _check_strategy(path: Path, trainer: Any) -> None:
     """Raises if the strategy of the configuration, a name or a class, does not load a folder of shards."""
     strategy = getattr(trainer, "strategy", None)
     strategy = str(getattr(strategy, "class_path", strategy))
-    if path.is_dir() and (inside := find_checkpoints(path)):
+    if path.is_dir() and (inside := find_checkpoints(path, depth=DEPTH)):
         raise ValueError(f"{path} is a folder of checkpoints. Give one, such as the newest: --ckpt_path {inside[0]}.")
     if path.is_dir() and _WHOLE.fullmatch(strategy):
         raise ValueError(
@@ -66,8 +66,8 @@ def _check_strategy(path: Path, trainer: Any) -> None:
         )
 
 
-def find_checkpoints(*folders: Path) -> list[Path]:
-    return find(*folders, suffix=_SUFFIX)
+def find_checkpoints(*folders: Path, depth: int | None = None) -> list[Path]:
+    return find(*folders, suffix=_SUFFIX, depth=depth)
 
 
 def _find_last(which: str, folders: list[Path]) -> Path:
