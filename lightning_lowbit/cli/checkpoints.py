@@ -1,6 +1,7 @@
 """Checkpoints that a command resumes from or evaluates."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,12 @@ def _check_strategy(path: Path, trainer: Any) -> None:
     strategy = getattr(trainer, "strategy", None)
     strategy = str(getattr(strategy, "class_path", strategy))
     if path.is_dir() and (inside := find_checkpoints(path, depth=DEPTH)):
-        raise ValueError(f"{path} is a folder of checkpoints. Give one, such as the newest: --ckpt_path {inside[0]}.")
+        newest = shlex.quote(str(inside[0]))
+        raise ValueError(f"{path} is a folder of checkpoints. Give one, such as the newest: --ckpt_path {newest}.")
     if path.is_dir() and _WHOLE.fullmatch(strategy):
         raise ValueError(
             f"{path} is a folder of shards, which the strategy {strategy} does not load. Give --trainer.strategy of "
-            f"the run that saved it, or the file that `lowbit consolidate {path}` makes of it."
+            f"the run that saved it, or the file that `lowbit consolidate {shlex.quote(str(path))}` makes of it."
         )
 
 
