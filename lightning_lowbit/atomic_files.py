@@ -45,7 +45,7 @@ def being_written(path: Path) -> Iterator[Path]:
     """Yields a path to write to, for :func:`put_in_place`, and removes it if it is not put there; first removes
     leftovers in the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    mend(path.parent, path.suffix, below=False)
+    mend(path.parent, path.suffix, depth=0)
     with _partial(path) as partial:
         try:
             yield partial
@@ -91,14 +91,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def mend(folder: Path, suffix: str, below: bool = True) -> None:
-    """Restores or removes the files with a suffix that dead processes left in a folder, and ``below`` it.
+def mend(folder: Path, suffix: str, depth: int | None = None) -> None:
+    """Restores or removes the files with a suffix that dead processes left in a folder, and in those up to ``depth``
+    levels below it (all by default).
 
     Files that may still be written are left alone: all in a folder that a process has locked, however old they look to
     this machine's clock. Where locks do not help (another machine, a file system without locks), these are the files
     that changed within an hour, or have the number of a process that lives.
     """
-    for left, parts in _leftovers(_entries(folder, suffix, below), suffix).items():
+    for left, parts in _leftovers(_entries(folder, suffix, depth), suffix).items():
         with suppress(OSError), _lock(left.parent, alone=True) as alone:
             if alone is not False and _is_dead(left, parts, has_locks=alone is True):
                 if parts["kind"] == _PREVIOUS:
@@ -106,9 +107,9 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
                 remove(left)
 
 
-def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
+def named(folder: Path, suffix: str, depth: int | None = None) -> set[Path]:
     """Returns the complete files and directories with a suffix in a folder, and the old versions of others."""
-    entries = [*_entries(folder, suffix, below)]
+    entries = [*_entries(folder, suffix, depth)]
     complete = {path for path in entries if path.suffix == suffix}
     leftovers = _leftovers(entries, suffix).items()
     previous = {left: left.with_name(parts["name"]) for left, parts in leftovers if parts["kind"] == _PREVIOUS}
@@ -126,12 +127,13 @@ def _leftovers(entries: Iterable[Path], suffix: str) -> dict[Path, re.Match[str]
     return {path: match for path, match in matches.items() if match and match["name"].endswith(suffix)}
 
 
-def _entries(folder: Path, suffix: str, below: bool) -> Iterator[Path]:
+def _entries(folder: Path, suffix: str, depth: int | None) -> Iterator[Path]:
     """Yields files and directories with a suffix, and what may be left of them."""
     endings = (suffix, _PARTIAL, _PREVIOUS)
     for place, folders, files in os.walk(folder):
         yield from (Path(place, name) for name in (*folders, *files) if name.endswith(endings))
-        folders[:] = [name for name in folders if below and not name.endswith(endings)]
+        is_deep = depth is not None and len(Path(place).relative_to(folder).parts) >= depth
+        folders[:] = [] if is_deep else [name for name in folders if not name.endswith(endings)]
 
 
 def _is_dead(left: Path, parts: re.Match[str], has_locks: bool) -> bool:

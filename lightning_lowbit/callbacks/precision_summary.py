@@ -1,6 +1,7 @@
 """Shows which layers compute in few bits: measured in the first step, averaged at the end."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -226,13 +227,16 @@ class PrecisionSummary(LowBitCallback):
         return stretch
 
     def _parts(self, stretches: list[_Stretch]) -> list[_Part]:
+        return [
+            _Part(self._measured(phase, casts).average_bits, number, phase)
+            for casts, steps in stretches
+            for phase, number in steps.items()
+        ]
+
+    def _measured(self, phase: str, casts: dict[str, LinearCasts] | None = None) -> Coverage:
+        """Returns the coverage in steps of a phase, with the current casts if there are none."""
         assert self.counter is not None and not self._counting
-        bits, parts = torch.finfo(self._dtype).bits, []
-        for casts, steps in stretches:
-            for phase, number in steps.items():
-                measured = self.counter.coverage("bf16" if phase == _BLENDING else phase, bits, casts)
-                parts.append(_Part(measured.average_bits, number, phase))
-        return parts
+        return self.counter.coverage("bf16" if phase == _BLENDING else phase, torch.finfo(self._dtype).bits, casts)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         data: dict[str, Any] = {"layers": list(layer_data(self._model, self._dtype)) if self._model is not None else []}
@@ -283,7 +287,7 @@ class PrecisionSummary(LowBitCallback):
 
     def _coverage_blocks(self) -> list[Table | Text]:
         measured = self.coverage("fqt")
-        last = ", with the last layers and casts" if self._past or len(self._since) > 1 else ""
+        last = ", with the last layers and casts" if self._has_changed() else ""
         blocks: list[Table | Text] = [
             Text(f"{_share_text(measured)}; {measured.average_bits:.2f} bits per GEMM operand{last}.")
         ]
@@ -304,6 +308,13 @@ class PrecisionSummary(LowBitCallback):
             names = ", ".join(measured.uncounted)
             blocks.append(Text(f"Matrix products whose FLOPs are not known are left out of all numbers: {names}."))
         return blocks
+
+    def _has_changed(self) -> bool:
+        """Returns whether earlier steps had other bits than the same phase has now, or other casts."""
+        return len(self._since) > 1 or any(
+            part.phase is None or not math.isclose(part.bits, self._measured(part.phase).average_bits)
+            for part in self._past
+        )
 
     def _reasons(self, measured: Coverage) -> dict[str, str]:
         if self._model is None or self._inventory is None:
@@ -330,8 +341,7 @@ class PrecisionSummary(LowBitCallback):
     def state_dict(self) -> dict[str, Any]:
         past, since = self._past, sum((stretch.steps for stretch in self._since), Counter[str]())
         if self.counter is not None and not self._counting:
-            since = self._stretch().steps
-            past = past + self._parts([stretch for stretch in self._since if stretch.steps is not since])
+            past, since = past + self._parts(self._since), Counter()  # a resumed run may have other casts
         rows = [[value for value in part if value is not None] for part in past]
         return {"steps": dict(self._steps), "since": dict(since), "past": rows}
 

@@ -1,6 +1,7 @@
 """Checkpoints that a command resumes from or evaluates."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_lowbit.callbacks.recovery.whole_checkpoints import (
 from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.cli.options import check_checkpoint
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.precision.checkpoints.files import is_text, load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.files import DEPTH, is_text, load_checkpoint, state_of
 from lightning_lowbit.precision.run_settings import UNDECIDED
 
 OBJECTS = "If you trust whoever wrote it, give --weights_only false."  # the advice of a refusal
@@ -57,17 +58,18 @@ def _check_strategy(path: Path, trainer: Any) -> None:
     """Raises if the strategy of the configuration, a name or a class, does not load a folder of shards."""
     strategy = getattr(trainer, "strategy", None)
     strategy = str(getattr(strategy, "class_path", strategy))
-    if path.is_dir() and (inside := find_checkpoints(path)):
-        raise ValueError(f"{path} is a folder of checkpoints. Give one, such as the newest: --ckpt_path {inside[0]}.")
+    if path.is_dir() and (inside := find_checkpoints(path, depth=DEPTH)):
+        newest = shlex.quote(str(inside[0]))
+        raise ValueError(f"{path} is a folder of checkpoints. Give one, such as the newest: --ckpt_path {newest}.")
     if path.is_dir() and _WHOLE.fullmatch(strategy):
         raise ValueError(
             f"{path} is a folder of shards, which the strategy {strategy} does not load. Give --trainer.strategy of "
-            f"the run that saved it, or the file that `lowbit consolidate {path}` makes of it."
+            f"the run that saved it, or the file that `lowbit consolidate {shlex.quote(str(path))}` makes of it."
         )
 
 
-def find_checkpoints(*folders: Path) -> list[Path]:
-    return find(*folders, suffix=_SUFFIX)
+def find_checkpoints(*folders: Path, depth: int | None = None) -> list[Path]:
+    return find(*folders, suffix=_SUFFIX, depth=depth)
 
 
 def _find_last(which: str, folders: list[Path]) -> Path:

@@ -5,6 +5,7 @@ Imports inside functions keep ``lowbit ls`` quick: it needs neither torch nor Li
 
 import os
 import select
+import shlex
 import signal
 import sys
 import threading
@@ -219,7 +220,7 @@ def _copy(arguments: Sequence[str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(config.read_text())
     use = "compare --study" if kind(config) == STUDY else "fit --config"
-    print(f"Copied to {target}, for `lowbit {use} {target}`")
+    print(f"Copied to {target}, for `lowbit {use} {shlex.quote(str(target))}`")
 
 
 def _consolidate(arguments: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ installed tell them.
 import argparse
 import ast
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -99,7 +100,8 @@ def existing(name: str, kinds: str) -> Path:
 def check_whole(path: Path) -> None:
     """Raises a ``ValueError`` for a checkpoint in shards, which only the strategy that saved it loads."""
     if (path / ".metadata").exists():
-        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `lowbit consolidate {path}` makes of it.")
+        command = f"lowbit consolidate {shlex.quote(str(path))}"
+        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
 
 
 def check_checkpoint(path: str | None) -> bool:

@@ -49,19 +49,26 @@ def _draw_chart(chart: Chart, axes: Any) -> None:
             axes.fill_between(xs, *chart.bands[name], color=color, alpha=0.2, linewidth=0)
     for number, (start, end, name) in enumerate(chart.spans):
         axes.axvspan(start, end, color=f"C{number % 10}", alpha=0.08, label=name)
-    axes.set_title(chart.title, fontsize=10)
+    axes.set_title(chart.title, fontsize=10, parse_math=False)
     up, notes = y_axis(chart), textwrap.wrap("; ".join(remarks(chart)), 100)
     ends = (10**up.low, 10**up.high) if up.log else (up.low, up.high)
     if chart.rows:
-        axes.set(xlim=ends, ylim=(len(chart.rows) + 0.5, 0.5), xlabel="\n".join([chart.y_label, *notes]))
-        axes.set_yticks(range(1, len(chart.rows) + 1), chart.rows)
+        axes.set(xlim=ends, ylim=(len(chart.rows) + 0.5, 0.5))
+        axes.set_xlabel("\n".join([chart.y_label, *notes]), parse_math=False)
+        axes.set_yticks(range(1, len(chart.rows) + 1), chart.rows, parse_math=False)
         axes.grid(axis="x", alpha=0.3)
         return
     axes.set(yscale="log" if up.log else "linear", ylim=ends)
-    axes.set(xlabel="\n".join([chart.x_label, *notes]), ylabel=chart.y_label)
+    axes.set_xlabel("\n".join([chart.x_label, *notes]), parse_math=False)
+    axes.set_ylabel(chart.y_label, parse_math=False)
     axes.grid(alpha=0.3)
     if len(chart.series) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        drawn = [*axes.lines, *axes.patches]  # named, as names that begin with _ would be left out
+        legend = axes.legend(
+            drawn, [one.get_label() for one in drawn], loc="upper left", bbox_to_anchor=(1, 1), frameon=False
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     if chart.x_log:
         ticks = sorted({x for xs, _ in chart.series.values() for x in xs})
         axes.set_xscale("log")
@@ -79,6 +86,7 @@ def _draw_heat_map(heat: HeatMap, axes: Any) -> None:
             style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center", "fontsize": 8}
             axes.text(column, row, f"{value:.1f}", **style)
     turned = {"rotation": 45, "ha": "right"} if len(heat.columns) > _FEW_COLUMNS else {}
-    axes.set_xticks(range(len(heat.columns)), heat.columns, **turned)
-    axes.set_yticks(range(len(heat.rows)), heat.rows)
-    axes.set(title=heat.caption, xlabel=heat.unit)
+    axes.set_xticks(range(len(heat.columns)), heat.columns, parse_math=False, **turned)
+    axes.set_yticks(range(len(heat.rows)), heat.rows, parse_math=False)
+    axes.set_title(heat.caption, parse_math=False)
+    axes.set_xlabel(heat.unit, parse_math=False)

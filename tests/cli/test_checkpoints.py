@@ -177,6 +177,32 @@ def test_each_command_names_a_checkpoint_in_the_folder_of_a_run(command, capsys,
     assert line in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", [["inspect", "--casts=fp8-current"], ["export", "--format=fp8", "--output=exported"]]
+)
+def test_no_checkpoint_is_looked_for_far_below_a_folder(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/1/2/3/4/5/6/7").mkdir(parents=True)
+    torch.save({}, "runs/1/2/3/4/5/6/7/far.ckpt")
+    assert cli.main([command[0], "runs", *command[1:]]) == 2
+    assert "far.ckpt" not in capsys.readouterr().err
+    torch.save({}, "runs/1/2/3/4/5/6/near.ckpt")
+    assert cli.main([command[0], "runs", *command[1:]]) == 2
+    assert "near.ckpt" in capsys.readouterr().err
+
+
+def test_a_path_with_a_space_is_quoted_where_it_is_to_be_copied(capsys):
+    save_file(place(3, "of mine.ckpt"), 7)
+    with pytest.raises(ValueError, match="--ckpt_path 'runs/.*/of mine.ckpt'"):
+        resolve("runs", TRAINER, trains=True)
+    assert cli.main(["cp", "quickstart", "of mine.yaml"]) == 0
+    assert "`lowbit fit --config 'of mine.yaml'`" in capsys.readouterr().out
+    Path("in shards").mkdir()
+    Path("in shards/.metadata").touch()
+    assert cli.main(["inspect", "in shards", "--casts=int8"]) == 2
+    assert "`lowbit consolidate 'in shards'`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [".metadata", "meta.pt", "__0_0.distcp"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_shards_that_were_copied_in_part_are_named(name, capsys, monkeypatch, tmp_path):

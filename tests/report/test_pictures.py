@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_named_rows_lie_below_each_other(draw):
     bottom, top = axes.get_ylim()
     assert bottom > 2 and top < 1, "a row is outside"
     assert [list(line.get_xdata()) for line in axes.lines] == [[0.0, 0.0], [0.1, 0.2], [0.0, 0.3], []]
+
+
+def test_names_are_drawn_as_they_are(draw):
+    """matplotlib leaves names that begin with _ out of a legend, and reads what is between $ as a formula."""
+    names = ["_a", r"$\frac$"]
+    heat = HeatMap(names, names, [[1.0, 2.0]] * 2, names[1], 0, 3, caption=names[1])
+    lines = Chart(names[1], {name: ([1, 2], [1.0, 2.0]) for name in names}, names[1], names[1])
+    _, axes, _ = draw(heat, lines, replace(lines, rows=names))
+    axes.figure.draw_without_rendering()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == names
 
 
 @pytest.mark.parametrize("columns", [2, 12])

@@ -164,7 +164,7 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             return super()._find_last_checkpoints(trainer)
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             mend(Path(folder), self.FILE_EXTENSION)
-        paths = find(Path(folder), suffix=self.FILE_EXTENSION, below=False)
+        paths = find(Path(folder), suffix=self.FILE_EXTENSION, depth=0)
         last = [path for path in paths if re.match(rf"{self.CHECKPOINT_NAME_LAST}(-\d+)?", name_of(path))]
         newest, damaged = first_whole(last)
         if damaged:

@@ -1,6 +1,7 @@
 """Saves a checkpoint on Ctrl-C and SIGTERM."""
 
 import os
+import shlex
 import signal
 import threading
 from types import FrameType
@@ -105,7 +106,7 @@ class GracefulInterrupt(LowBitCallback):
         self._requested |= requested  # so that a second Ctrl-C stops at once
         path = os.path.join(self._folder(trainer), "interrupted.ckpt")
         save_checkpoint(trainer, path)
-        rank_zero_info(f"Interrupted after step {trainer.global_step}. To resume: --ckpt_path {path}")
+        rank_zero_info(f"Interrupted after step {trainer.global_step}. To resume: --ckpt_path {shlex.quote(str(path))}")
         self._stop(trainer, requested)
 
     def _stop(self, trainer: Trainer, requested: set[int]) -> NoReturn:

@@ -59,9 +59,9 @@ def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
     return None, damaged
 
 
-def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
+def find(*folders: Path, suffix: str, depth: int | None = None) -> list[Path]:
     for _ in range(3):  # another process may rename or remove some meanwhile
-        paths = {path for folder in folders for path in named(folder, suffix, below)}
+        paths = {path for folder in folders for path in named(folder, suffix, depth)}
         ordered = newest_first(paths)
         if len(ordered) == len(paths):
             break

@@ -30,6 +30,7 @@ from lightning_lowbit.patterns import clean_name
 from lightning_lowbit.saved_state import NUMBER, OneOf, check_state, count, is_dense, row, shown
 
 CHECKPOINT_KEY = "lightning_lowbit"
+DEPTH = 6  # of folders in which a checkpoint is looked for, as in runs/compare/ROW/seed_0/version_0/checkpoints
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
@@ -85,7 +86,7 @@ def _check_folder(folder: Path) -> None:
 
 def check_no_folder_of(folder: Path) -> None:
     """Raises a ``ValueError`` that names the newest checkpoint in a folder that is none itself."""
-    if folder.is_dir() and (inside := named(folder, ".ckpt")):
+    if folder.is_dir() and (inside := named(folder, ".ckpt", DEPTH)):
         newest = max(inside, key=lambda path: path.lstat().st_mtime)
         raise ValueError(f"{folder} is a folder of checkpoints. Give one, such as {newest}.")
 

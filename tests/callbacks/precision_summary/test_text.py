@@ -228,6 +228,17 @@ def test_a_resumed_run_continues_the_average(tmp_path):
     assert data["coverage"] == pytest.approx(2 * FIRST / TOTAL)
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise than this plugin computes")
+@pytest.mark.parametrize(("casts", "bits"), [("nvfp4", BITS["fqt"]), ("bf16", 16)])
+def test_steps_before_a_resume_count_with_the_casts_that_they_had(casts, bits, tmp_path):
+    report(max_steps=4)[-1].save_checkpoint(tmp_path / "x.ckpt")
+    summary, _, text, _ = report(
+        plugin=LowBitPrecision(casts, **SKIP, compute_dtype="bf16"), max_steps=6, ckpt_path=tmp_path / "x.ckpt"
+    )
+    assert summary.average_bits() == pytest.approx((4 * BITS["fqt"] + 2 * bits) / 6)
+    assert ("with the last layers and casts" in text) == (casts == "bf16")
+
+
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
 @each("saved", [None, 1, 2, 3])
 def test_each_step_counts_with_its_casts(saved, tmp_path):

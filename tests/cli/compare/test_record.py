@@ -10,7 +10,7 @@ import pytest
 from lightning_lowbit import cli
 from lightning_lowbit.cli.lab.compare.claims import read_effects
 from lightning_lowbit.cli.lab.compare.losses import RATIO, history, metric, reduced
-from lightning_lowbit.cli.lab.compare.record import Record, read_record
+from lightning_lowbit.cli.lab.compare.record import Record, markdown, read_record, write_comparison
 from tests.tables import each
 
 
@@ -96,6 +96,24 @@ def test_what_is_kept_of_a_run():
         run = reduced(run_json(2.0) | {"metrics": {"val_loss": value}, "history": {"val_loss": [[1, value]]}})
         assert metric(run, "val_loss") != metric(run, "val_loss") and history(run, "val_loss")[0][1] != 0
         assert metric(run, "val_perplexity") is None
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_without_a_loss_in_validation_is_said_to_have_none():
+    run = run_json(2.0)
+    del run["metrics"]["val_loss"], run["history"]["val_loss"]
+    table = write_comparison({"bf16": {0: reduced(run_json(2.0))}, "fp4": {0: reduced(run)}, "fp8": {}}, "bf16", Path())
+    assert "No val_loss was logged in fp4: log it in validation_step" in table
+
+
+def test_spikes_of_a_loss_of_another_name_are_not_said_to_be_none():
+    run = run_json(2.0)
+    run["history"]["train_loss"] = run["history"].pop("loss")
+    results = {"bf16": {0: reduced(run)}}
+    assert "None" not in markdown(results, "bf16") and reduced(run).spikes is None
+    content = Record(None, "bf16", "", False, {"bf16": [0]}, (), results).as_json()
+    Path("mine.json").write_text(content)
+    assert read_record(Path("mine.json")).results["bf16"][0].spikes is None
 
 
 def test_long_histories_are_thinned_to_the_same_steps_and_keep_the_last():

@@ -27,7 +27,7 @@ class Finished:
     seconds: float
     metrics: Mapping[str, float | None]  # the last values in validation; None where one is not finite
     history: Mapping[str, History]  # of LOSS and RATIO
-    spikes: int  # of the training loss
+    spikes: int | None  # of the training loss; None if no `loss` was logged in training
     tokens_per_second: float | None = None  # the median
     peak_memory_bytes: int | None = None
     average_bits: float | None = None
@@ -61,7 +61,7 @@ def reduced(run: Mapping[str, Any], report: str | None = None) -> Finished:
         seconds=_rounded(run["seconds"], _POINT) or 0.0,
         metrics={name: _rounded(run["metrics"][name], _FLOAT32) for name in names if name in run["metrics"]},
         history={name: _thinned(values[name]) for name in (LOSS, RATIO) if values.get(name)},
-        spikes=count_spikes(losses),
+        spikes=count_spikes(losses) if losses else None,
         tokens_per_second=_rounded(median(speeds or [nan]), _POINT),
         peak_memory_bytes=run.get("peak_memory_bytes"),
         average_bits=_rounded(summary.get("average_bits"), _FLOAT32),

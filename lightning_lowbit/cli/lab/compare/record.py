@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lightning_lowbit.atomic_files import replace_file
-from lightning_lowbit.checks import choose, from_fields, is_number
+from lightning_lowbit.checks import choose, from_fields, is_number, some
 from lightning_lowbit.cli.lab.compare.charts import parts, study_charts
 from lightning_lowbit.cli.lab.compare.claims import NO_POWER, Effect, claims_table, gap_cells, read_effects, verdict_on
 from lightning_lowbit.cli.lab.compare.losses import (
@@ -119,8 +119,8 @@ def _record(content: Mapping[str, Any], path: str) -> Record:
 def _finished(content: Mapping[str, Any], row: str) -> Finished:
     run = from_fields(Finished, f"a run of row {row!r}", content)
     points = [point for curve in run.history.values() for point in curve]
-    numbers = [run.steps, run.seconds, run.spikes, *(step for step, _ in points), *(begin for begin, *_ in run.phases)]
-    others = [run.tokens_per_second, run.peak_memory_bytes, run.average_bits, run.noise_threshold]
+    numbers = [run.steps, run.seconds, *(step for step, _ in points), *(begin for begin, *_ in run.phases)]
+    others = [run.spikes, run.tokens_per_second, run.peak_memory_bytes, run.average_bits, run.noise_threshold]
     others += [*run.metrics.values(), *(value for _, value in points)]
     texts = [run.report or "", *run.machine]
     known = [*numbers, *(value for value in others if value is not None)]
@@ -155,6 +155,8 @@ def write_comparison(
     table = markdown(results, baseline)
     if effects:
         table += "\n\n" + as_markdown(claims_table(effects, results))
+    if lacking := _without_loss(results):
+        table += f"\n\n{lacking}"
     (output / f"{name or 'table'}.md").write_text(table + "\n")
     prefix = f"{name}_" if name else ""
     for kind, charts in study_charts(results, baseline).items() if any(results.values()) else ():
@@ -189,6 +191,17 @@ def markdown(results: Results, baseline: str) -> str:
     return as_markdown(Table(header, lines))
 
 
+def _without_loss(results: Results) -> str:
+    """Returns a sentence about rows whose finished runs logged no loss; empty if there are none."""
+    rows = [row for row, runs in results.items() if runs and not collect(runs.values(), final_loss)]
+    if not rows:
+        return ""
+    return (
+        f"No {LOSS} was logged in {some(rows)}: log it in validation_step, and let the runs validate "
+        "(--trainer.val_check_interval) before they end."
+    )
+
+
 def _spread(runs: Sequence[Finished], get: Callable[[Finished], float | None], digits: int = 4) -> str:
     if not (values := collect(runs, get)):
         return ""
@@ -207,7 +220,9 @@ def write_page(
         kind: [part for chart in whole for part in parts(chart, baseline)]
         for kind, whole in study_charts(results, baseline).items()
     }
-    sections.append(Section("Validation loss, mean over seeds", charts["loss"] or [Text("No loss yet.")]))
+    sections.append(
+        Section("Validation loss, mean over seeds", charts["loss"] or [Text(_without_loss(results) or "No loss yet.")])
+    )
     gaps = _gap_table(results, baseline)
     blocks = [*charts["gap"], gaps] if gaps.rows else [Text("No two rows share a seed yet.")]
     sections.append(Section(f"Gap to {baseline}, same seed", blocks))
