@@ -145,7 +145,8 @@ def is_validation_of_fit(trainer: Trainer) -> bool:
 def validation_is_due(trainer: Trainer) -> bool:
     """Returns whether a validation follows this batch. A run resumed from before that validation would skip it."""
     loop = trainer.fit_loop
-    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
+    is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+    return bool(is_due) and not loop.epoch_loop.val_loop.skip  # without data, no hook of it is called
 
 
 def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> None:
