@@ -110,14 +110,20 @@ class Adaptive(ClippedOptimizer):
         self.__setstate__({"optimizer": wrapped, "options": options, "defaults": self.defaults})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("optimizer", "options", "defaults")}
+        return {name: getattr(self, name) for name in ("optimizer", "options", "defaults", "_set_aside")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         loaded: dict[str, Any] = {name: state[name] for name in ("state", "param_groups") if name in state}
+        states = loaded.get("state", {})
+        bare = [parameter for parameter, entries in states.items() if self._is_bare(entries)]
+        self._set_aside = {parameter: states.pop(parameter) for parameter in bare}
         if loaded:
             self._set_wrapped(loaded)
-        self._set_aside = {}
         super().__setstate__({name: value for name, value in state.items() if name not in loaded})
+
+    def _is_bare(self, entries: Any) -> bool:
+        """Returns whether a state has scalars of the rules alone, which torch's optimizers would take for theirs."""
+        return isinstance(entries, dict) and bool(entries) and {*entries} <= {*self.SCALARS}
 
     def _set_wrapped(self, loaded: dict[str, Any]) -> None:
         """Gives the wrapped optimizer a loaded state, or leaves it as it is."""
@@ -157,6 +163,19 @@ class Adaptive(ClippedOptimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self.optimizer.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns that of the wrapped optimizer, with the scalars of the rules, also of parameters without a state."""
+        bare = {parameter: scalars for parameter, scalars in self._set_aside.items() if not self.state.get(parameter)}
+        self.state.update(bare)
+        try:
+            return super().state_dict()
+        finally:
+            for parameter in bare:
+                del self.state[parameter]
+
+    def _loaded_state(self, parameter: Tensor) -> dict[str, Any]:
+        return self._set_aside.get(parameter) or super()._loaded_state(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
