@@ -157,6 +157,7 @@ class ExactResume(LowBitCallback):
         """Seeds each fetch too: the order of data is drawn with the first one of an epoch, alike on all ranks."""
 
         def before_fetch(number: int) -> None:
+            self._go_on_within_epoch(trainer)  # now: in on_train_batch_start other callbacks may come first
             _seed(self.seed, trainer.current_epoch, number, data_rank(trainer) if number else 0, _FETCH)
 
         call_before_fetches(trainer, before_fetch)
@@ -181,9 +182,7 @@ class ExactResume(LowBitCallback):
         self._metrics = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._places is not None:
-            self._go_on_within_epoch(trainer, self._places)
-            self._places = None
+        self._go_on_within_epoch(trainer)  # the last batch may have been fetched before
         # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
         _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
 
@@ -195,8 +194,11 @@ class ExactResume(LowBitCallback):
         metrics, device = self._metrics or {}, trainer.strategy.root_device
         logged_metrics(trainer).update((name, value.to(device)) for name, value in metrics.items())
 
-    def _go_on_within_epoch(self, trainer: Trainer, places: int) -> None:
+    def _go_on_within_epoch(self, trainer: Trainer) -> None:
         """Warns if its data begin anew; accumulates as since its start, which Lightning does not repeat."""
+        places, self._places = self._places, None
+        if places is None:
+            return
         if begins_data_anew(trainer, places):
             rank_zero_warn(
                 "The run goes on within an epoch, and its data begin that epoch again, so it differs from an "

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_lowbit import CrashSafeCheckpoint, ExactResume
 from tests.launch import launch
 from tests.lightning_imports import BoringModel, pytorch, quiet_trainer
+from tests.precision.regression_model import On
 from tests.tables import each
 
 
@@ -229,10 +230,14 @@ def test_accumulation_by_epochs_goes_on_within_one(tmp_path):
     def run_of(*callbacks, **kwargs):
         schedule = pytorch.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
         settings = {"limit_train_batches": 8, "max_epochs": 2, "enable_checkpointing": bool(callbacks)}
-        return run(Augmented(), schedule, *callbacks, **settings, **kwargs).global_step
+        first = On(on_train_batch_start=lambda trainer, *_: lengths.append(trainer.accumulate_grad_batches))
+        lengths, resume = [], ExactResume()
+        assert run(Augmented(), schedule, resume, *callbacks, resume=first, **settings, **kwargs).global_step == 10
+        return lengths
 
-    assert run_of(CrashSafeCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)) == 10
-    assert run_of(ckpt_path=tmp_path / "step=9.ckpt") == 10
+    saves = CrashSafeCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    assert run_of(saves) == [1] * 8 + [4] * 8
+    assert run_of(ckpt_path=tmp_path / "step=9.ckpt") == [4] * 4, "callbacks before it see another length"
 
 
 class Waits(BoringModel):
