@@ -55,6 +55,7 @@ Logger = pytorch.loggers.Logger
 MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
 ModelPruning = pytorch.callbacks.ModelPruning
+ProgressBar = pytorch.callbacks.ProgressBar
 StochasticWeightAveraging = pytorch.callbacks.StochasticWeightAveraging
 TQDMProgressBar = pytorch.callbacks.TQDMProgressBar
 TensorBoardLogger = pytorch.loggers.TensorBoardLogger
@@ -144,7 +145,8 @@ def is_validation_of_fit(trainer: Trainer) -> bool:
 def validation_is_due(trainer: Trainer) -> bool:
     """Returns whether a validation follows this batch. A run resumed from before that validation would skip it."""
     loop = trainer.fit_loop
-    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
+    is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+    return bool(is_due) and not loop.epoch_loop.val_loop.skip  # without data, no hook of it is called
 
 
 def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> None:
@@ -184,15 +186,47 @@ def begins_data_anew(trainer: Trainer, places: int) -> bool:
     return places < len(combined.flattened) and not is_said
 
 
-def update_plateaus(trainer: Trainer) -> None:
-    """Lets schedules that go by a metric take the step of the end of an epoch, if their metrics are known."""
+def update_plateaus(trainer: Trainer, interval: str, epoch: int, batches: int) -> None:
+    """Lets schedules that go by a metric take the step that follows a batch or an epoch, if their metrics are known.
+
+    ``epoch`` is the number of whole epochs before it, and ``batches`` that of batches of this epoch up to it.
+    """
     plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    if all(config.monitor in logged_metrics(trainer) for config in plateaus):
-        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    if any(config.interval == interval and config.monitor not in logged_metrics(trainer) for config in plateaus):
+        return
+    loop = trainer.fit_loop
+    epochs, ready = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+    place = epochs.completed, ready.ready
+    epochs.completed, ready.ready = epoch, batches
+    loop.epoch_loop.update_lr_schedulers(interval, update_plateau_schedulers=True)
+    epochs.completed, ready.ready = place
+
+
+def is_within_batch(trainer: Trainer) -> bool:
+    """Returns whether the hooks of a training batch are not done, such as ``on_train_batch_end``, which may save."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return bool(total.completed < total.processed)
+
+
+def begin_next_epoch(trainer: Trainer) -> None:
+    """Lets a run that was resumed from the last batch of an epoch begin the next one. Call it in ``on_train_start``.
+
+    Lightning goes on as if within an epoch: it would leave out ``on_train_epoch_start`` and count an epoch too few, and
+    without a length of the data also count batches on.
+    """
+    loop = trainer.fit_loop
+    epochs: Any = loop.epoch_progress.current
+    if loop.restarted_mid_epoch and epochs.processed == epochs.ready:
+        loop.reset_restart_stage()
+        loop.epoch_loop.reset_restart_stage()
+        loop.epoch_loop.batch_progress.increment_completed()
+        steps = loop.epoch_loop.automatic_optimization.optim_progress
+        for progress in (loop.epoch_loop.batch_progress, loop.epoch_loop.scheduler_progress, steps):
+            progress.reset_on_run()
 
 
 def forget_restart(trainer: Trainer) -> None:
-    """Ends what Lightning leaves out in the first epoch of a resumed run: at its end, `update_plateaus`."""
+    """Ends what Lightning leaves out in the first epoch of a resumed run: schedules by a metric, at its end."""
     trainer.fit_loop._restarting = False
 
 

@@ -66,7 +66,7 @@ class Adaptive(ClippedOptimizer):
 
     optimizer: torch.optim.Optimizer
     options: dict[str, Any]
-    _set_aside: dict[Tensor, dict[str, Tensor]]  # scalars of the rules while the wrapped optimizer has no state
+    set_aside: dict[Tensor, dict[str, Tensor]]  # scalars of the rules while the wrapped optimizer has no state
 
     def __init__(
         self,
@@ -110,14 +110,20 @@ class Adaptive(ClippedOptimizer):
         self.__setstate__({"optimizer": wrapped, "options": options, "defaults": self.defaults})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("optimizer", "options", "defaults")}
+        return {name: getattr(self, name) for name in ("optimizer", "options", "defaults", "set_aside")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         loaded: dict[str, Any] = {name: state[name] for name in ("state", "param_groups") if name in state}
+        states = loaded.get("state", {})
+        bare = [parameter for parameter, entries in states.items() if self._is_bare(entries)]
+        self.set_aside = {parameter: states.pop(parameter) for parameter in bare}
         if loaded:
             self._set_wrapped(loaded)
-        self._set_aside = {}
         super().__setstate__({name: value for name, value in state.items() if name not in loaded})
+
+    def _is_bare(self, entries: Any) -> bool:
+        """Returns whether a state has scalars of the rules alone, which torch's optimizers would take for theirs."""
+        return isinstance(entries, dict) and bool(entries) and {*entries} <= {*self.SCALARS}
 
     def _set_wrapped(self, loaded: dict[str, Any]) -> None:
         """Gives the wrapped optimizer a loaded state, or leaves it as it is."""
@@ -158,6 +164,19 @@ class Adaptive(ClippedOptimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns that of the wrapped optimizer, with the scalars of the rules, also of parameters without a state."""
+        bare = {parameter: scalars for parameter, scalars in self.set_aside.items() if not self.state.get(parameter)}
+        self.state.update(bare)
+        try:
+            return super().state_dict()
+        finally:
+            for parameter in bare:
+                del self.state[parameter]
+
+    def _loaded_state(self, parameter: Tensor) -> dict[str, Any]:
+        return self.set_aside.get(parameter) or super()._loaded_state(parameter)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
         self._check_names(param_group)
@@ -171,7 +190,7 @@ class Adaptive(ClippedOptimizer):
         """Empties the wrapped optimizer's state, which it builds again in the next step."""
         for parameter, state in self.state.items():
             if scalars := {name: state[name] for name in self.SCALARS if name in state}:
-                self._set_aside[parameter] = scalars
+                self.set_aside[parameter] = scalars
         self.state.clear()
 
     def _check_names(self, param_group: Mapping[str, Any]) -> None:
@@ -212,7 +231,7 @@ class Adaptive(ClippedOptimizer):
             )
         shard = local(parameter)
         if not scalars:
-            scalars = self._set_aside.get(parameter) or self.new_scalars(shard.device, statistics_dtype(parameter))
+            scalars = self.set_aside.get(parameter) or self.new_scalars(shard.device, statistics_dtype(parameter))
         if not (is_spike_clip and has_mean_square):
             return scalars, DenseMoments(), {}
         mean_square = state["exp_avg_sq"]
@@ -265,7 +284,7 @@ class Adaptive(ClippedOptimizer):
                 # shard of FSDP1 never has a gradient; its statistics are stored nevertheless.
                 if state or parameter.grad is not None or not parameter.numel():
                     state.update(member.state)
-                    self._set_aside.pop(parameter, None)
+                    self.set_aside.pop(parameter, None)
 
 
 @contextmanager

@@ -104,8 +104,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
             for name, value in final["state"].get(index, {}).items():
                 if self._owns(name):  # the base class casts statistics and counters of a bf16 parameter to bf16
                     dtype = statistics_dtype(parameter) if value.dtype in STATISTICS else value.dtype
-                    self.state[parameter][name] = value.detach().to(parameter.device, dtype, copy=True)
+                    self._loaded_state(parameter)[name] = value.detach().to(parameter.device, dtype, copy=True)
         self._is_loaded = True
+
+    def _loaded_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Returns where a loaded state of a parameter is."""
+        return self.state[parameter]
 
     def _owns(self, name: str) -> bool:
         """Returns whether an entry of the state is not of another optimizer."""

@@ -11,16 +11,23 @@ from lightning_lowbit._lightning import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     LightningModule,
+    ModelCheckpoint,
     ModelPruning,
+    ProgressBar,
     StochasticWeightAveraging,
     Trainer,
+    begin_next_epoch,
     begins_data_anew,
     call_before_fetches,
     forget_fetches,
     forget_restart,
+    is_overridden,
+    is_within_batch,
+    logged_in_batch,
     logged_metrics,
     rank_zero_warn,
     update_plateaus,
+    validation_is_due,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.checks import some
@@ -38,8 +45,11 @@ _AFTER_THE_EPOCH = (
 )
 _FROZEN = "lightning_lowbit_frozen"  # names of parameters, in the checkpoint
 _METRICS = "lightning_lowbit_metrics"  # logged values by name, in the checkpoint
+_UNVALIDATED = "lightning_lowbit_unvalidated"  # whether a validation was still to follow, in the checkpoint
 # Of Lightning; within an epoch nothing calls their on_train_epoch_start again.
 _BY_EPOCH = (BaseFinetuning, StochasticWeightAveraging)
+# What they do at the end of an epoch changes no training.
+_NEUTRAL = (LowBitCallback, ModelCheckpoint, ProgressBar)
 
 
 class ExactResume(LowBitCallback):
@@ -53,7 +63,8 @@ class ExactResume(LowBitCallback):
     one with ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the
     accumulated gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after
     ``Trainer.fit``, resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning.
-    There is one, too, for parameters that are frozen and were not in the checkpoint, or the other way round.
+    There is one, too, for ``on_train_epoch_end`` after a checkpoint of the last batch, which Lightning leaves out, and
+    for parameters that are frozen and were not in the checkpoint, or the other way round.
 
     Args:
         seed: any integer; None takes the seed of ``seed_everything``, or 0.
@@ -70,6 +81,8 @@ class ExactResume(LowBitCallback):
         self._frozen: set[str] | None = None  # in the checkpoint that was loaded
         self._places: int | None = None  # of loaders, in a checkpoint from within an epoch
         self._metrics: dict[str, Tensor] | None = None  # in the checkpoint, until its epoch has ended
+        self._due: list[str] = []  # intervals of schedules that go by a metric, whose step followed the checkpoint
+        self._place = (0, 0)  # of the checkpoint: whole epochs, batches of this one
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the first process's seed: others may have been started after another ``seed_everything``."""
@@ -79,7 +92,9 @@ class ExactResume(LowBitCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds what Lightning's checkpoints lack: names of frozen parameters, and metrics for what monitors one."""
         checkpoint[_FROZEN] = [name for name, is_frozen in _frozen(pl_module).items() if is_frozen]
-        metrics = scalars(logged_metrics(trainer))
+        is_within = is_within_batch(trainer)
+        metrics = scalars(logged_in_batch(trainer) if is_within else logged_metrics(trainer))
+        checkpoint[_UNVALIDATED] = is_within and validation_is_due(trainer)
         checkpoint[_METRICS] = {name: value.detach().cpu() for name, value in metrics.items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -101,6 +116,7 @@ class ExactResume(LowBitCallback):
                 "first time, so the run differs from an uninterrupted one. Prune in a run that is not resumed."
             )
         has_ended = epochs["processed"] == epochs["ready"] > 0
+        self._note_due(trainer, pl_module, checkpoint, has_ended)
         if has_ended and not is_whole:
             rank_zero_warn(_AFTER_THE_EPOCH.format(which="leaves out the rest of that epoch", or_else=""))
         elif has_ended and trainer.max_steps != -1:
@@ -115,17 +131,42 @@ class ExactResume(LowBitCallback):
                     "may differ from an uninterrupted one. Resume from a checkpoint of the end of an epoch."
                 )
 
+    def _note_due(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any], has_ended: bool
+    ) -> None:
+        """Notes what followed in the run that saved the checkpoint, and Lightning leaves out; warns of the rest."""
+        loop = checkpoint["loops"]["fit_loop"]
+        batches = loop["epoch_loop.batch_progress"]
+        self._place, self._due = (loop["epoch_progress"]["current"]["completed"], batches["current"]["ready"]), []
+        if batches["total"]["completed"] == batches["total"]["processed"]:
+            return
+        is_last = batches["is_last_batch"] and not has_ended
+        if not checkpoint.get(_UNVALIDATED, True):
+            self._due = ["step", "epoch"] if is_last else ["step"]
+        callbacks = [one for one in trainer.callbacks if not isinstance(one, _NEUTRAL)]  # type: ignore[attr-defined]
+        parts = [pl_module, *callbacks]
+        names = [type(part).__name__ for part in parts if is_overridden("on_train_epoch_end", part)]
+        if is_last and names:
+            rank_zero_warn(
+                f"The checkpoint was saved after the last batch of an epoch, whose end Lightning leaves out: that of "
+                f"{some(names)} (on_train_epoch_end). The run may differ from an uninterrupted one. Resume from a "
+                "checkpoint of another step, or of the end of the epoch."
+            )
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seeds each fetch too: the order of data is drawn with the first one of an epoch, alike on all ranks."""
 
         def before_fetch(number: int) -> None:
+            self._go_on_within_epoch(trainer)  # now: in on_train_batch_start other callbacks may come first
             _seed(self.seed, trainer.current_epoch, number, data_rank(trainer) if number else 0, _FETCH)
 
         call_before_fetches(trainer, before_fetch)
+        begin_next_epoch(trainer)
         self._compare_frozen(pl_module)
         self._put_back_metrics(trainer)
-        if self._metrics is not None and trainer.fit_loop.resumed_on_epoch_end:
-            update_plateaus(trainer)
+        if self._metrics is not None:
+            for interval in ["epoch"] if trainer.fit_loop.resumed_on_epoch_end else self._due:
+                update_plateaus(trainer, interval, *self._place)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lets schedules of a plateau go on: Lightning leaves them out after a resume, for want of metrics."""
@@ -141,9 +182,7 @@ class ExactResume(LowBitCallback):
         self._metrics = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._places is not None:
-            self._go_on_within_epoch(trainer, self._places)
-            self._places = None
+        self._go_on_within_epoch(trainer)  # the last batch may have been fetched before
         # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
         _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
 
@@ -155,8 +194,11 @@ class ExactResume(LowBitCallback):
         metrics, device = self._metrics or {}, trainer.strategy.root_device
         logged_metrics(trainer).update((name, value.to(device)) for name, value in metrics.items())
 
-    def _go_on_within_epoch(self, trainer: Trainer, places: int) -> None:
+    def _go_on_within_epoch(self, trainer: Trainer) -> None:
         """Warns if its data begin anew; accumulates as since its start, which Lightning does not repeat."""
+        places, self._places = self._places, None
+        if places is None:
+            return
         if begins_data_anew(trainer, places):
             rank_zero_warn(
                 "The run goes on within an epoch, and its data begin that epoch again, so it differs from an "

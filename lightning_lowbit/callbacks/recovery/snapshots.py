@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.distributed import local
+from lightning_lowbit.optim import Adaptive
 
 # Optimizer options that schedules and switches set. All others are the optimizer's state, such as Prodigy's estimate of
 # the learning rate.
@@ -40,7 +41,7 @@ class Snapshot:
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         state = [
             list(trained.weights),
-            [optimizer.state for optimizer in trained.optimizers],
+            _states(trained.optimizers),
             [{name: value for name, value in group.items() if name not in _SCHEDULED} for group in groups],
             [other.state_dict() for other in trained.others],
             {place: list(tensors) for place, tensors in trained.copies.items()},
@@ -71,8 +72,8 @@ class Snapshot:
                 strange.append(place)
         for weight, copy in pairs:
             local(weight).copy_(copy.shard)
-        for optimizer, state in zip(trained.optimizers, states, strict=True):
-            _put_back(state, optimizer.state)
+        for saved, state in zip(states, _states(trained.optimizers), strict=True):
+            _put_back(saved, state)
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         for group, saved in zip(groups, options, strict=False):  # groups may have been added since
             group.update({name: _put_back(value, group.get(name)) for name, value in saved.items()})
@@ -140,6 +141,12 @@ def _tensors(value: Any, shapes: Collection[list[torch.Size]]) -> Iterator[Tenso
     for item in value:
         if isinstance(item, nn.Module):
             yield from _tensors(item, shapes)
+
+
+def _states(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """Returns all states of optimizers, by parameter."""
+    aside = [optimizer.set_aside for optimizer in optimizers if isinstance(optimizer, Adaptive)]
+    return [*(optimizer.state for optimizer in optimizers), *aside]
 
 
 class _Copy(NamedTuple):

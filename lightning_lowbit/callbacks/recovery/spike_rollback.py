@@ -43,7 +43,7 @@ _CONVERGED = 0.1
 class StepLoss(NamedTuple):
     """The loss of the optimizer step after ``step`` steps, on its way to the host (``arrived``; None on the CPU).
 
-    ``values`` is float32 ``[2]``: the sum over micro-batches and ranks, and their number.
+    ``values`` is ``[2]``: the sum over micro-batches and ranks, and their number; float32, from a checkpoint float64.
     """
 
     step: int
@@ -99,7 +99,9 @@ class StepLosses:
 
     def load(self, state: Iterable[tuple[int, float | None]]) -> None:
         values = [(step, [0.0, 0.0] if loss is None else [loss, 1.0]) for step, loss in state]
-        self.pending = deque(StepLoss(step, torch.tensor(pair, device="cpu")) for step, pair in values)
+        self.pending = deque(
+            StepLoss(step, torch.tensor(pair, dtype=torch.float64, device="cpu")) for step, pair in values
+        )
 
 
 class SpikeRollback(LowBitCallback):

@@ -207,3 +207,16 @@ def test_a_run_that_dies_in_a_validation_repeats_it():
     assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 3
     assert run(Validated(), ckpt_path="last") == [4, 6]
     assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 6
+
+
+class Unvalidated(BoringModel):
+    def val_dataloader(self):
+        return []
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_no_checkpoint_waits_for_a_validation_without_data(tmp_path):
+    callbacks = [CrashSafeCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+    settings = {"limit_train_batches": 2, "max_epochs": 1, "enable_checkpointing": True}
+    quiet_trainer(callbacks=callbacks, **settings).fit(Unvalidated())
+    assert {path.name for path in tmp_path.iterdir()} == {"step=1.ckpt", "step=2.ckpt"}

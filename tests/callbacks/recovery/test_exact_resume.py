@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_lowbit import CrashSafeCheckpoint, ExactResume
 from tests.launch import launch
 from tests.lightning_imports import BoringModel, pytorch, quiet_trainer
+from tests.precision.regression_model import On
 from tests.tables import each
 
 
@@ -229,10 +230,14 @@ def test_accumulation_by_epochs_goes_on_within_one(tmp_path):
     def run_of(*callbacks, **kwargs):
         schedule = pytorch.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
         settings = {"limit_train_batches": 8, "max_epochs": 2, "enable_checkpointing": bool(callbacks)}
-        return run(Augmented(), schedule, *callbacks, **settings, **kwargs).global_step
+        first = On(on_train_batch_start=lambda trainer, *_: lengths.append(trainer.accumulate_grad_batches))
+        lengths, resume = [], ExactResume()
+        assert run(Augmented(), schedule, resume, *callbacks, resume=first, **settings, **kwargs).global_step == 10
+        return lengths
 
-    assert run_of(CrashSafeCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)) == 10
-    assert run_of(ckpt_path=tmp_path / "step=9.ckpt") == 10
+    saves = CrashSafeCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    assert run_of(saves) == [1] * 8 + [4] * 8
+    assert run_of(ckpt_path=tmp_path / "step=9.ckpt") == [4] * 4, "callbacks before it see another length"
 
 
 class Waits(BoringModel):
@@ -271,6 +276,82 @@ def test_what_monitors_a_validation_goes_on_with_its_metric(saves, step, tmp_pat
     assert len({*whole.values()}) == 3, "no schedule"
     resumed = rates(ckpt_path=folder / f"step={step}.ckpt")
     assert resumed == {at: rate for at, rate in whole.items() if at >= step}
+
+
+class Falls(Waits):
+    """Its learning rate falls after each step or epoch in which a metric of training does not, as it does in step 4."""
+
+    def __init__(self, **schedule):
+        super().__init__()
+        self.schedule = schedule
+
+    def training_step(self, batch, batch_idx):
+        self.log("train", -1.0 if self.trainer.global_step == 3 else 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        configured = super().configure_optimizers()
+        return configured | {"lr_scheduler": configured["lr_scheduler"] | {"monitor": "train", **self.schedule}}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
+@each(
+    "schedule, saves, step",
+    [
+        ({"interval": "step"}, {"every_n_train_steps": 1}, 4),
+        ({"interval": "step", "frequency": 2}, {"every_n_train_steps": 1}, 6),
+        ({"interval": "epoch", "frequency": 2}, {"every_n_train_steps": 1}, 12),
+        ({"interval": "epoch", "frequency": 2}, {}, 6),
+    ],
+    fast=2,
+)
+def test_a_schedule_by_a_training_metric_takes_the_step_that_follows_the_checkpoint(schedule, saves, step, tmp_path):
+    def rates(*callbacks, ckpt_path=None):
+        enable = bool(callbacks)
+        run(model := Falls(**schedule), *callbacks, ckpt_path=ckpt_path, max_epochs=5, enable_checkpointing=enable)
+        return model.rates
+
+    folder = tmp_path / f"{schedule}, {step}"
+    whole = rates(CrashSafeCheckpoint(folder, filename="{step}", save_top_k=-1, **saves))
+    assert len({*whole.values()}) > 1, "no schedule"
+    assert rates(ckpt_path=folder / f"step={step}.ckpt") == {at: rate for at, rate in whole.items() if at >= step}
+
+
+class Begins(Draws):
+    """Notes the epochs that begin, too."""
+
+    def on_train_epoch_start(self):
+        self.places.append(self.current_epoch)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
+@each("data", [Loader, lambda: loader_of(Endless())])
+def test_an_epoch_begins_after_a_checkpoint_of_the_last_batch_before(data, tmp_path):
+    def places(*callbacks, ckpt_path=None):
+        settings = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": bool(callbacks)}
+        callbacks = [ExactResume(), *callbacks]
+        quiet_trainer(callbacks=callbacks, **settings).fit(model := Begins(), data(), ckpt_path=ckpt_path)
+        return model.places
+
+    folder = tmp_path / str(data is Loader)
+    whole = places(CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+    assert places(ckpt_path=folder / "step=8.ckpt") == whole[whole.index(1) :]
+
+
+class Ends(BoringModel):
+    def on_train_epoch_end(self):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
+@each("model, step, warns", [(Ends, 6, True), (Ends, 5, False), (BoringModel, 6, False)])
+def test_the_end_of_an_epoch_that_is_left_out_gets_a_warning(model, step, warns, tmp_path):
+    folder = tmp_path / f"{model.__name__}, {step}"
+    save = CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run(model(), save, enable_checkpointing=True, max_epochs=1)
+    with warned() as messages:
+        run(model(), ckpt_path=folder / f"step={step}.ckpt", max_epochs=2)
+    assert any("that of Ends (on_train_epoch_end)" in message for message in messages) == warns, messages
 
 
 class Thaws(BoringModel):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.optim.conformance.entries import each_entry, entries, entries_and_dtypes
+from tests.optim.conformance.entries import ENTRIES, each_entry, entries, entries_and_dtypes
 from tests.optim.parameters import assert_same, make_parameters, snapshot, train
+from tests.tables import each
 
 
 def through_a_file(value, weights_only=True):
@@ -85,3 +86,24 @@ def test_moments_begin_anew_after_their_reset_and_statistics_go_on(entry):
     for state in map(optimizer.state.get, parameters):
         assert state["steps"] == 3, "the reset is counted as a start"
         assert state.get("steps_since_reset", 1) == state.get("step", 1) == 1, "old moments are left"
+
+
+def _reloaded(value):
+    """Parameters, and an optimizer of them with what the given one has saved; the entry makes it."""
+    entry, parameters, optimizer = value
+    again = [Parameter(p.detach().clone()) for p in parameters]
+    resumed = entry(again)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    return entry, again, resumed
+
+
+@each("entry", [entry for entry in ENTRIES.values() if entry.can_be_copied])
+@pytest.mark.parametrize("duplicate", [_reloaded, copy.deepcopy])
+def test_what_is_saved_between_a_reset_and_the_next_step_goes_on_alike(entry, duplicate):
+    parameters, optimizer = entry.new()
+    train(optimizer, parameters, range(3))
+    optimizer.reset_moments()
+    _, twins, twin = duplicate((entry, parameters, optimizer))
+    for one, its_parameters in ((optimizer, parameters), (twin, twins)):
+        train(one, its_parameters, range(3, 5))
+    assert_same(snapshot(twin, twins), snapshot(optimizer, parameters), "the state of the rules is lost")

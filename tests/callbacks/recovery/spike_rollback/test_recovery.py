@@ -4,6 +4,7 @@ import pytest
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from lightning_lowbit import FP8Precision, PrecisionSwitch
+from lightning_lowbit.callbacks.recovery.spike_rollback import StepLosses
 from tests.callbacks.recovery.spike_rollback.runs import (
     BAD,
     Scripted,
@@ -139,3 +140,9 @@ def test_a_state_of_an_earlier_version_loads(is_ours):
     callback = rollback(phase="bf16", history=2)
     callback.load_state_dict(state)
     assert callback.state_dict() == {**state, "good": [1.0, 2.0], "start": 1.5}
+
+
+def test_the_mean_of_micro_batches_is_saved_as_it_is():
+    losses = StepLosses()
+    losses.load([(4, 1 / 3)])
+    assert losses.state() == [(4, 1 / 3)]

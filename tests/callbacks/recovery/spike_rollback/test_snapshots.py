@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision
+from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision, PrecisionSwitch
 from tests.callbacks.recovery.spike_rollback.runs import (
     BAD,
     KEPT,
@@ -161,3 +161,11 @@ def test_a_buffer_of_another_shape_is_named_and_left():
     model = rolled_back(rollback(), model=Cached(range(20), {BAD: "nan"}), says=says)
     assert torch.equal(model.cache, torch.ones(8)) and torch.equal(model.another, torch.ones(2))
     assert_undone(model)
+
+
+def test_statistics_of_rules_go_back_to_just_after_a_reset_of_moments():
+    """The reset, before the snapshot of step 8, empties the state of the wrapped optimizer."""
+    reset = PrecisionSwitch("qaf", step=8, moments="reset")
+    model = Scripted(range(20), {BAD: "nan"}, "Adaptive")
+    rolled_back(reset, rollback(), model=model, plugin=FP8Precision())
+    assert {int(state["steps"]) for state in model.made.state.values()} == {len(KEPT)}
