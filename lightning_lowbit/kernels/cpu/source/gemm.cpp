@@ -59,7 +59,7 @@ struct GemmStack {
 namespace {
 
 constexpr int64_t kPanelsAtOnce = 4;  // of the left operand, which stay in a cache
-constexpr int64_t kSlice = 32;        // groups of k whose codes do, of the right operand in the first one
+constexpr int64_t kSlice = 128;       // groups of k whose codes do
 
 template <class T>
 T *memory(size_t count, int which) {
@@ -122,17 +122,14 @@ struct Finish {
 // the next one; with pixels, a place of the kernel.
 struct Path {
     int64_t groups, step, slice;
-    int64_t panels;  // of the right operand in a tile
     bool are_alike;  // whether all blocks of both operands have `step` groups, whose products Dots hold
 
     Path(const GemmOperand &left, const GemmOperand &right, int64_t most) : groups(right.panels.groups()) {
         const int64_t above = left.panels.block / kGroup, beside = right.panels.block / kGroup;
         step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
-        const int64_t widest = std::max({above, beside, step});
-        slice = left.window ? left.panels.groups() : std::min((kSlice + widest - 1) / widest * widest, groups);
+        slice = left.window ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
         are_alike = above && above == beside && slice % above == 0 && groups % above == 0 && above <= most;
         are_alike &= above != 1 || right.numbers->exact;  // for kShift
-        panels = are_alike && step <= 2 ? kTilePanels : kFewPanels;
     }
 };
 
@@ -182,12 +179,11 @@ struct Slice {
 template <int kPanels>
 void multiply_panels(const LeftRows &left, const Finish<kPanels> &finish, const RightRows &right, const Path &path,
                      int64_t first, int64_t last, int64_t panel) {
-    constexpr bool kScalesOften = kPanels > kFewPanels;  // steps of one or two groups: no others are compiled
     const int64_t step = path.are_alike ? path.step : 0;
     const auto add = step == 1   ? &Slice::add<1, kPanels>
                      : step == 2 ? &Slice::add<2, kPanels>
-                     : step == 8 ? &Slice::add<kScalesOften ? 2 : 8, kPanels>
-                                 : &Slice::add<kScalesOften ? 2 : 0, kPanels>;
+                     : step == 8 ? &Slice::add<8, kPanels>
+                                 : &Slice::add<0, kPanels>;
     F32 sums[kPanelsAtOnce * kRows / kTileRows][kTileRows][kPanels * kVectors];
     for (int64_t begin = 0; begin < path.groups; begin += path.slice) {
         const Slice rows(left, begin, std::min(path.slice, path.groups - begin));
@@ -250,13 +246,13 @@ void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, i
         rows.pixels = pixels_of(*left.window, rows.panel_count() * kRows, threads);
     }
     const int64_t down = (rows.panel_count() + kPanelsAtOnce - 1) / kPanelsAtOnce;
-    const int64_t across = (right.panels.panels() + path.panels - 1) / path.panels;
+    const int64_t across = (right.panels.panels() + kTilePanels - 1) / kTilePanels;
     const int64_t work = rows.count * right.panels.rows * right.panels.inner;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && work > 1 << 16)
     for (int64_t part = 0; part < down * across; part++) {
         const int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panel_count());
-        const int64_t panel = part % across * path.panels;
-        if (path.panels == kTilePanels && panel + kTilePanels <= right.panels.panels())
+        const int64_t panel = part % across * kTilePanels;
+        if (panel + kTilePanels <= right.panels.panels())
             multiply_panels<kTilePanels>(rows, {left, right, result, panel}, columns, path, first, last, panel);
         else
             multiply_panels<1>(rows, {left, right, result, panel}, columns, path, first, last, panel);

@@ -7,9 +7,9 @@
 
 namespace {
 
-// Vectors of a panel's rows; rows of a tile; and its panels, where all groups or pairs of them have scales, and elsewhere.
+// Vectors of a panel's rows; rows and panels of a tile.
 constexpr int kVectors = kRows / kLanes;
-constexpr int kTileRows = kLanes == 8 ? 8 : 4, kTilePanels = kLanes >= 8 ? 2 : 1, kFewPanels = kLanes == 16 ? 2 : 1;
+constexpr int kTileRows = kLanes == 8 ? 8 : 4, kTilePanels = kLanes == 16 ? 2 : 1;
 
 // Integers that begin at the bits of this number, whose last digit is 1, are it and their value, read as float: a fused
 // multiplication by scales takes off what it adds. It is exact where products of it and the scales are, as those of a scale
