@@ -129,7 +129,7 @@ struct Path {
         step = above && beside ? std::min(above, beside) : above || beside ? above + beside : groups;
         slice = left.window ? left.panels.groups() : kSlice % std::max({above, beside, step}) ? groups : kSlice;
         are_alike = above && above == beside && slice % above == 0 && groups % above == 0 && above <= most;
-        are_alike &= above != 1 || right.numbers->exact;  // for kShift
+        are_alike &= above != 1 || right.numbers->exact;  // so that kShift * scale is, too
     }
 };
 
@@ -145,8 +145,8 @@ struct LeftRows {
 // The right operand as tiles read it.
 struct RightRows {
     const Panels &panels;
-    const int32_t *starts;  // of its groups
-    int64_t most;           // groups whose products Dots hold
+    const int32_t *starts;  // of its blocks, each in the place of its first group
+    int64_t most;  // groups whose products Dots hold
 };
 
 // A slice of the left operand.

@@ -11,9 +11,9 @@ namespace {
 constexpr int kVectors = kRows / kLanes;
 constexpr int kTileRows = kLanes == 8 ? 8 : 4, kTilePanels = kLanes == 16 ? 2 : 1;
 
-// Integers that begin at the bits of this number, whose last digit is 1, are it and their value, read as float: a fused
-// multiplication by scales takes off what it adds. It is exact where products of it and the scales are, as those of a scale
-// for each group have to be.
+// Added to the bits of this number, whose last digit is 1, an integer gives the float that is larger by it. A fused
+// multiplication by a scale takes kShift * scale off again: the rounding is that of integer * scale, where kShift * scale is
+// exact. Scales of single groups are tried for that (Path), since they come most often.
 constexpr float kShift = 12582912.0f;
 template <int kStep>
 constexpr bool kIsShifted = kStep == 1 && kHasFusedMultiplyAdd;
@@ -127,11 +127,10 @@ INLINE inline void for_sums(Body body) {
         for (int column = 0; column < kColumns; column++) body(row, column);
 }
 
-// Rows of a tile that are summed at a time, whose dots share the right words in registers; where scales come often, one. And
-// groups that all rows take before the next ones, as a cache allows.
+// Rows of a tile that are summed at a time, whose dots share the right words in registers; where scales come often, one.
 template <int kStep>
 constexpr int kRowsAtOnce = kStep == 1 || kStep == 2 ? 1 : 4;
-constexpr int64_t kGroupsAtOnce = 32;
+constexpr int64_t kGroupsAtOnce = 32;  // of the right operand, which stay in a cache for all rows of a tile
 
 // Adds the products of some groups and rows to sums of integers.
 template <int kCount, class Rows, class Right, int kColumns = Right::kCount>
