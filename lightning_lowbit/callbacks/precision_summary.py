@@ -59,6 +59,14 @@ def _mean_bits(parts: list[_Part]) -> float:
     return sum(part.bits * part.steps for part in parts) / sum(part.steps for part in parts)
 
 
+def _merge(parts: list[_Part]) -> list[_Part]:
+    """Returns one part per phase and number of bits, in an order that does not tell how often a run was resumed."""
+    steps = Counter[tuple[str, float]]()
+    for part in parts:
+        steps[part.phase or "", part.bits] += part.steps
+    return [_Part(bits, number, phase or None) for (phase, bits), number in sorted(steps.items())]
+
+
 def _is_phase(value: object) -> bool:
     """a phase"""
     return value in (_BLENDING, *PHASES)
@@ -342,7 +350,7 @@ class PrecisionSummary(LowBitCallback):
         past, since = self._past, sum((stretch.steps for stretch in self._since), Counter[str]())
         if self.counter is not None and not self._counting:
             past, since = past + self._parts(self._since), Counter()  # a resumed run may have other casts
-        rows = [[value for value in part if value is not None] for part in past]
+        rows = [[value for value in part if value is not None] for part in _merge(past)]
         return {"steps": dict(self._steps), "since": dict(since), "past": rows}
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -228,6 +228,21 @@ def test_a_resumed_run_continues_the_average(tmp_path):
     assert data["coverage"] == pytest.approx(2 * FIRST / TOTAL)
 
 
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
+def test_a_checkpoint_does_not_tell_how_often_its_run_was_resumed(tmp_path):
+
+    def run(steps, ckpt_path=None):
+        switches = [QAFSwitch(step=4), PrecisionSwitch({".*": "bf16"}, step=3)]
+        return report(*switches, max_steps=steps, ckpt_path=ckpt_path)[-1]
+
+    states, last = [run(6).callbacks[0].state_dict()], None
+    for steps in (1, 2, 5, 6):
+        trainer = run(steps, last)
+        trainer.save_checkpoint(last := tmp_path / f"{steps}.ckpt")
+    states += [trainer.callbacks[0].state_dict(), torch.load(last)["callbacks"]["PrecisionSummary"]]
+    assert states[0] == states[1] == states[2] and sum(row[1] for row in states[0]["past"]) == 6
+
+
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise than this plugin computes")
 @pytest.mark.parametrize(("casts", "bits"), [("nvfp4", BITS["fqt"]), ("bf16", 16)])
 def test_steps_before_a_resume_count_with_the_casts_that_they_had(casts, bits, tmp_path):
