@@ -49,7 +49,7 @@ def casts_of(preset):
     return [cast for cast in found if gpu.lacks(cast) is None]
 
 
-@pytest.mark.fast("nvfp4-nvidia", "mxfp4-rht", "fp8-row", "int4")
+@pytest.mark.fast("nvfp4-nvidia", "mxfp4-rht", "int4")
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "bf16"])
 def test_all_casts_of_presets(run, preset):
     cases = [
@@ -75,7 +75,7 @@ def test_packed_operands_of_presets(run, preset):
     assert run(interpreted.differences_of_packing, cases) == []
 
 
-@in_parts(3)
+@in_parts(6)
 def test_operands_of_native_gemms(run, part):
     cases, draw = [], torch.Generator().manual_seed(3)
     others = [NVFP4_TILES, Cast("e4m3", Scale("e8m0", (32, 32)), "stochastic")]
@@ -279,7 +279,7 @@ def test_rare_scales(run, part):
     assert run(interpreted.differences, cases[part]) == []
 
 
-@in_parts(3)
+@in_parts(6)
 def test_rotated_operands(run, part):
     cases, kinds = [], [NVFP4, STOCHASTIC, NVFP4_TILES, *casts_of("mxfp4-rht")]
     for number, (cast, size) in enumerate(itertools.product(kinds, (16, 32, 64, 128))):
@@ -352,6 +352,7 @@ def test_graphs_for_gpus_are_traced_without_one():
     assert (factor.shape, factor.dtype) == ((), torch.float32)
 
 
+@pytest.mark.slow
 def test_the_module_is_imported_without_triton():
     program = """if True:
         import sys

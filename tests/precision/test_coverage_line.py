@@ -95,6 +95,7 @@ def test_a_summary_says_it_instead(told, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
+@pytest.mark.slow
 def test_compiled_layers_are_not_taken_for_such_that_are_not_called(told):
     for model in (Model(plain()), Reading(plain()), Model(plain())):  # the last one runs in the graph of the first
         model.rest.compile(backend="eager")

@@ -244,7 +244,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.fast("fp8-delayed-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(("casts", "recompute"), [("fp8-delayed", False), ("nvfp4", True), ("transformed", False)])
 def test_compiled_layers_stage_the_same(compiler, casts, recompute):
     (model, histories), plain = twins(COMPILED[casts], recompute=recompute)

@@ -201,7 +201,7 @@ def test_a_compiled_model(compiler, inner):
     assert compiler.frame_count == 1
 
 
-@pytest.mark.fast("plain-plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("within", [plain, non_reentrant])
 @pytest.mark.parametrize("around", [plain, non_reentrant, reentrant])
 def test_a_compiled_part_that_is_called_several_times(compiler, around, within):

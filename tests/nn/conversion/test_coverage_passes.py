@@ -126,7 +126,7 @@ def test_recomputed_activations(reentrant):
     assert_counted(count(model, torch.randn(TOKENS, WIDTH, requires_grad=True)), layers, {}, recomputed=2 * flops)
 
 
-@each("whole", ["module", "in place", "function"])
+@each("whole", ["function", "in place", "module"], fast=1)
 def test_compiled(whole):
     """Compiled modules, and a function that calls them, count as they do otherwise, and say nothing about hooks."""
     x, graphs = torch.randn(TOKENS, WIDTH), []

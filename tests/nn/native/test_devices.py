@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import Cast, Scale, convert
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.layers.native import obstacle_of
 from lightning_lowbit.nn.native import devices
 from lightning_lowbit.nn.native.table import NATIVE
@@ -18,6 +19,13 @@ from tests.tables import each
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 rows_on_cpus = pytest.mark.skipif(NO_ROWS is not None, reason=str(NO_ROWS))
+
+
+@pytest.fixture(autouse=True)
+def _plain():
+    """Compiling the samples takes longer than all else."""
+    with backend("eager"):
+        yield
 
 
 @pytest.fixture
@@ -182,8 +190,8 @@ def test_asking_breaks_no_graph(questions):
 
 def test_the_emulation_asks_nothing(questions):
     original = nn.Linear(32, 32)
-    for casts, backend in (("mxfp6", "auto"), ("ufp4", "auto"), ("nvfp4", "emulated")):
-        assert convert(copy.deepcopy(original), casts, backend=backend).native_gemms(CPU) == ()
+    for casts, choice in (("mxfp6", "auto"), ("ufp4", "auto"), ("nvfp4", "emulated")):
+        assert convert(copy.deepcopy(original), casts, backend=choice).native_gemms(CPU) == ()
     assert not questions
 
 

@@ -222,10 +222,16 @@ def check_compiled(units, name, backend, unequal=()):
     identical(results, expected, name)
 
 
+COMPILED = {"blocks": ("nvfp4-nvidia", "fp8-blockwise"), "codes": ("nvfp4-nvidia", "nvfp4-row", "int4")}
+
+
+@pytest.mark.fast("blocks-nvfp4-nvidia", "codes-nvfp4-row")
 @pytest.mark.usefixtures("compiler")
-def test_a_compiled_layer_gives_the_same_bits(units):
-    for name in {"blocks": ("nvfp4-nvidia", "fp8-blockwise"), "codes": ("nvfp4-nvidia", "nvfp4-row", "int4")}[units]:
-        check_compiled(units, name, "aot_eager")
+@pytest.mark.parametrize(
+    ("units", "name"), [(units, name) for units, names in COMPILED.items() for name in names], indirect=["units"]
+)
+def test_a_compiled_layer_gives_the_same_bits(units, name):
+    check_compiled(units, name, "aot_eager")
 
 
 @pytest.mark.slow

@@ -203,6 +203,7 @@ def test_passes_that_cannot_be_computed_are_refused(make, casts, autocast, messa
 
 # Dynamo of torch 2.13 asks for it, of any weight that FSDP2 gathers.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+@pytest.mark.slow
 def test_compiled_layers_take_what_was_gathered(make):
     model, twin = make(CASTS["stochastic"]), make(CASTS["stochastic"])
     WeightGathers(model, torch.bfloat16).prepare()
