@@ -65,8 +65,9 @@ def test_scales_of_128_have_the_rows_first():
         assert torch.equal(outer_major(scales), scales)
         assert outer_major(scales).stride() == (1, shape[0])
     for dim in (0, 1):
-        for x in (torch.randn(128, 384), torch.randn(384, 128).t()):
-            scales = block_operand(x, Cast("e4m3", Scale("fp32", 128)), "fp8-blockwise", dim).scales
+        for x in (torch.randn(256, 384), torch.randn(384, 256).t()):
+            with backend("eager"):
+                scales = block_operand(x, Cast("e4m3", Scale("fp32", 128)), "fp8-blockwise", dim).scales
             assert outer_major(scales).data_ptr() == scales.data_ptr(), "operands have them as GEMMs read them"
 
 
