@@ -200,6 +200,7 @@ def test_a_trainer_resumes_its_run_from_a_checkpoint():
         folds.loss(1)
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch for CUDA does not fork after a backward pass")
 @each("plugin, warns", [(fp8, True), (fp4, False)])
 def test_a_state_that_ends_with_the_process_that_trained_is_told(plugin, warns):
     told = pytest.raises(ProcessRaisedException, match="The processes that trained end now")
