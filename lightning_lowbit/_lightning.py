@@ -7,11 +7,12 @@ module chooses the one that was imported first, else ``lightning.pytorch``. Only
 import math
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, reduce
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
@@ -149,27 +150,70 @@ def validation_is_due(trainer: Trainer) -> bool:
     return bool(is_due) and not loop.epoch_loop.val_loop.skip  # without data, no hook of it is called
 
 
-def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> None:
-    """Calls a function before the process fetches a training batch, with its number in the epoch.
+def call_around_fetches(
+    trainer: Trainer,
+    begin: Callable[[int, int], None],
+    before: Callable[[int, int], None],
+    after: Callable[[], None],
+) -> None:
+    """Calls functions before the process asks for an iterator of training batches, and before and after each fetch.
 
-    Call it in ``on_train_start``, and :func:`forget_fetches` when training ends. Lightning has no hook there: it takes
-    the place of the start of a profile.
+    The first two take the epoch and the number of the batch that comes. Without a length of the data, ``begin`` also
+    stands for ``before`` at the first fetch. Call it in ``on_fit_start``, and :func:`forget_fetches` when training
+    ends. Lightning has no hooks there: it takes the places of methods.
     """
-    loop = trainer.fit_loop.epoch_loop
-    start = type(loop)._on_before_fetch
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    load, run = type(fit)._load_combined_loader_states, type(loop).on_run_start
+    start, stop = type(loop)._on_before_fetch, type(loop)._on_after_fetch
+
+    def on_load() -> None:  # of loaders, in their first epoch
+        load(fit)
+        epochs: Any = fit.epoch_progress.current
+        batches = loop.batch_progress
+        is_over = batches.is_last_batch  # of the epoch that is done, or of one whose end Lightning leaves out
+        epoch = epochs.processed + (is_over and epochs.processed < epochs.ready)
+        begin(epoch, 0 if is_over else batches.current.ready)
+
+    def on_run_start(data_fetcher: Any) -> None:
+        if trainer.current_epoch > 0 and not fit.is_resuming and not loop.restarting:  # Lightning's condition
+            begin(trainer.current_epoch, 0)
+            for loader in data_fetcher.combined_loader.flattened:
+                if getattr(loader, "persistent_workers", False):  # the seed of workers, which new ones would be given
+                    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        run(loop, data_fetcher)
 
     def before_fetch() -> None:
-        fetcher = trainer.fit_loop._data_fetcher
+        fetcher = fit._data_fetcher
         assert fetcher is not None
-        function(fetcher.fetched)
+        if fetcher.length is not None or fetcher.fetched > 0:
+            before(trainer.current_epoch, fetcher.fetched)
         start(loop)
 
-    loop._on_before_fetch = before_fetch  # type: ignore[method-assign]
+    def after_fetch() -> None:
+        stop(loop)
+        after()
+
+    fit._load_combined_loader_states, loop.on_run_start = on_load, on_run_start  # type: ignore[method-assign]
+    loop._on_before_fetch, loop._on_after_fetch = before_fetch, after_fetch  # type: ignore[method-assign]
 
 
 def forget_fetches(trainer: Trainer) -> None:
-    """Ends what :func:`call_before_fetches` began: a function of a Trainer at rest could not be pickled."""
-    trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
+    """Ends what :func:`call_around_fetches` began: functions of a Trainer at rest could not be pickled."""
+    for name in ("on_run_start", "_on_before_fetch", "_on_after_fetch"):
+        trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
+    trainer.fit_loop.__dict__.pop("_load_combined_loader_states", None)
+
+
+def places_of_prefetched(trainer: Trainer) -> list[Any]:
+    """Returns the states of the loaders if Lightning fetches a batch ahead, as it does of data without a length."""
+    fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
+    is_ahead = fetcher is not None and fetcher.length is None and hasattr(fetcher, "batches")
+    return combined._state_dicts() if is_ahead and combined is not None else []
+
+
+def is_ahead(trainer: Trainer) -> bool:
+    """Returns whether a batch is fetched that no training step has used."""
+    return bool(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
 def begins_data_anew(trainer: Trainer, places: int) -> bool:
@@ -184,6 +228,32 @@ def begins_data_anew(trainer: Trainer, places: int) -> bool:
     has_length = batches < math.inf and not have_state
     is_said = has_length and trainer.global_step % math.ceil(batches / trainer.accumulate_grad_batches) != 0
     return places < len(combined.flattened) and not is_said
+
+
+def generators_of_data(trainer: Trainer) -> list[torch.Generator]:
+    """Returns the generators that loaders and samplers draw an order from, of loaders that save no state."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    names = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
+    generators = {}
+    for loader in loaders:
+        for name in () if isinstance(loader, fabric.utilities.types._Stateful) else names:
+            generator = reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), loader)
+            if isinstance(generator, torch.Generator):
+                generators[id(generator)] = generator
+    return [*generators.values()]
+
+
+def has_ended_loader(trainer: Trainer) -> bool:
+    """Returns whether one of several loaders has ended before their epoch, or may have: checkpoints do not tell."""
+    loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader
+    if combined is None or len(combined.flattened) < 2:
+        return False
+    if combined._mode == "max_size_cycle":  # which counts batches if all loaders have a length
+        return trainer.num_training_batches == math.inf and any(getattr(combined._iterator, "_consumed", ()))
+    lengths = [fabric.utilities.data.sized_len(loader) or 0 for loader in combined.flattened]
+    ready = loop.epoch_loop.batch_progress.current.ready
+    return combined._mode == "max_size" and min(map(min, lengths, combined.limits or lengths)) <= ready
 
 
 def update_plateaus(trainer: Trainer, interval: str, epoch: int, batches: int) -> None:

@@ -137,6 +137,7 @@ class RunReport(LowBitCallback):
         earlier = None if self._trained or self._folder is None else page_of(trainer, self._folder, self._id)
         if earlier is None:
             self._write(trainer, pl_module, None)
+            self._trained = False  # what ends the program from now on is not the end of this run
             return
         rank_zero_info(
             f"Nothing was left to train: the run had ended at step {trainer.global_step}, and its report is {earlier}. "

@@ -49,6 +49,7 @@ class GracefulInterrupt(LowBitCallback):
     def __init__(self) -> None:
         self._process = 0
         self._requested: set[int] = set()  # signals
+        self._late: set[int] = set()  # those that came after the last step
         self._handlers: dict[int, Any] = {}  # by signal, the handler before training
         self._replaced: dict[int, Any] = {}  # by signal, the replaced handler of Lightning
 
@@ -121,7 +122,14 @@ class GracefulInterrupt(LowBitCallback):
         return {number for number, flag in zip(self._handlers, flags.tolist(), strict=True) if flag}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._late = self._all_requested(trainer) & _STOPS
         self._restore_handlers()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stops for a signal that came after the last step, once all callbacks have saved what they save at the end."""
+        late, self._late = self._late, set()
+        if late:
+            self._stop(trainer, late)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restores the handlers, unless a signal ended the run: then Lightning does."""

@@ -155,6 +155,14 @@ def test_sigterm_before_the_first_step_ends_with_143():
     assert not seen.seen
 
 
+@pytest.mark.parametrize("number, status", [(SIGINT, 1), (SIGTERM, 143)])
+def test_a_signal_after_the_last_step_stops_what_would_follow(number, status):
+    late = On(on_train_end=lambda *_: os.kill(os.getpid(), number))
+    checkpoint = ModelCheckpoint(save_last=True, every_n_epochs=1)
+    fit(late, checkpoint, ends=status, max_steps=2, enable_checkpointing=True)
+    assert saved_step(checkpoint.last_model_path) == 2
+
+
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM])
 def test_a_signal_that_was_ignored_stays_ignored(number):
     signal(number, SIG_IGN)

@@ -43,6 +43,15 @@ def test_signals_are_interruptions(signal):
     assert "Traceback" not in page()[0]
 
 
+def test_a_signal_after_the_end_leaves_the_run_finished():
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        trainer(On(teardown=stop)).fit(Known())
+    assert load()["status"] == "finished"
+
+
 @pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_batch_start"])
 def test_an_exception_before_the_first_step(hook):
     def fail(*_, **__):

@@ -2,39 +2,17 @@
 
 import pickle
 import random
-import warnings
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbit import CrashSafeCheckpoint, ExactResume
+from tests.callbacks.recovery.exact_resume.runs import Augmented, Draws, run, warned
 from tests.launch import launch
 from tests.lightning_imports import BoringModel, pytorch, quiet_trainer
 from tests.precision.regression_model import On
 from tests.tables import each
-
-
-class Draws(BoringModel):
-    """Notes the numbers that each batch draws, and where in the run it is."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen, self.places = [], []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((torch.rand(()).item(), np.random.rand(), random.random()))
-        self.places.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step))
-        return super().training_step(batch, batch_idx)
-
-
-def run(model, *callbacks, ckpt_path=None, resume=None, **kwargs):
-    callbacks = [resume or ExactResume(), *callbacks]
-    trainer = quiet_trainer(callbacks=callbacks, **{"limit_train_batches": 6, "limit_val_batches": 0, **kwargs})
-    trainer.fit(model, ckpt_path=ckpt_path)
-    return trainer
 
 
 def draws(**kwargs):
@@ -79,64 +57,6 @@ def test_a_trainer_without_the_callback_draws_as_its_user_seeds():
     assert [draw for draw, *_ in model.seen[2:4]] == [draw for draw, *_ in model.seen[4:]]
 
 
-class Loader:
-    """Eight noisy batches in a new order each epoch; it remembers its place."""
-
-    def __init__(self):
-        self.order, self.place = None, 0
-
-    def __len__(self):
-        return 8
-
-    def __iter__(self):
-        if self.place in (0, 8):
-            self.order, self.place = torch.randperm(8).tolist(), 0
-        while self.place < 8:
-            number, self.place = self.order[self.place], self.place + 1
-            yield number + torch.randn(1, 32)
-
-    def state_dict(self):
-        return {"order": self.order, "place": self.place}
-
-    def load_state_dict(self, state):
-        self.order, self.place = state["order"], state["place"]
-
-
-class Augmented(Draws):
-    def train_dataloader(self):
-        return Loader()
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        return batch + random.random() * np.random.rand()
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch.tolist())
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the resumed run saves none
-@each("step", [3, 11], fast=1)
-def test_a_resumed_run_augments_its_batches_alike(step, tmp_path):
-    def seen(*callbacks, ckpt_path=None):
-        torch.seed()
-        saves = {"enable_checkpointing": bool(callbacks)}
-        run(model := Augmented(), *callbacks, ckpt_path=ckpt_path, max_epochs=2, limit_train_batches=8, **saves)
-        return model.seen
-
-    folder = tmp_path / str(step)
-    whole = seen(CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
-    assert seen(ckpt_path=folder / f"step={step}.ckpt") == whole[2 * step :]
-
-
-@contextmanager
-def warned():
-    """The texts of warnings."""
-    messages = []
-    with warnings.catch_warnings(record=True, action="always") as records:
-        yield messages
-    messages += [str(warning.message) for warning in records]
-
-
 @each(
     "first, then, reason",
     [
@@ -178,51 +98,6 @@ def test_a_callback_that_does_not_go_on_gets_a_warning(callback, at, words, tmp_
         with warned() as messages:
             resume.on_load_checkpoint(trainer, BoringModel(), checkpoint)
         assert any(words in message for message in messages) == warns, (step, messages)
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(torch.ones(8, 32))
-
-
-class TwoOptimizers(BoringModel):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
-            optimizer.step()
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-
-
-def loader_of(data):
-    return DataLoader(data, batch_size=1)
-
-
-@each(
-    "model, data, step, warns",
-    [
-        (BoringModel, lambda: loader_of(Endless()), 3, True),
-        (BoringModel, lambda: loader_of(Endless()), 8, False),
-        (BoringModel, Loader, 3, False),
-        (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 8, True),  # after four batches
-        (TwoOptimizers, lambda: loader_of(torch.ones(8, 32)), 16, False),
-    ],
-    fast=2,
-)
-def test_data_that_begin_anew_within_an_epoch_get_a_warning(model, data, step, warns, tmp_path):
-    folder = tmp_path / f"{model.__name__}, {step}, {data is Loader}"
-    save = CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    settings = {"limit_train_batches": None, "max_epochs": 2}
-    quiet_trainer(callbacks=[ExactResume(), save], enable_checkpointing=True, **settings).fit(model(), data())
-    with warned() as messages:
-        quiet_trainer(callbacks=[ExactResume()], **settings).fit(
-            model(), data(), ckpt_path=folder / f"step={step}.ckpt"
-        )
-    assert any("its data begin that epoch again" in message for message in messages) == warns, messages
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -317,27 +192,6 @@ def test_a_schedule_by_a_training_metric_takes_the_step_that_follows_the_checkpo
     assert rates(ckpt_path=folder / f"step={step}.ckpt") == {at: rate for at, rate in whole.items() if at >= step}
 
 
-class Begins(Draws):
-    """Notes the epochs that begin, too."""
-
-    def on_train_epoch_start(self):
-        self.places.append(self.current_epoch)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming from a checkpoint")
-@each("data", [Loader, lambda: loader_of(Endless())])
-def test_an_epoch_begins_after_a_checkpoint_of_the_last_batch_before(data, tmp_path):
-    def places(*callbacks, ckpt_path=None):
-        settings = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": bool(callbacks)}
-        callbacks = [ExactResume(), *callbacks]
-        quiet_trainer(callbacks=callbacks, **settings).fit(model := Begins(), data(), ckpt_path=ckpt_path)
-        return model.places
-
-    folder = tmp_path / str(data is Loader)
-    whole = places(CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
-    assert places(ckpt_path=folder / "step=8.ckpt") == whole[whole.index(1) :]
-
-
 class Ends(BoringModel):
     def on_train_epoch_end(self):
         pass
@@ -386,6 +240,8 @@ class Stops(BoringModel):
 
 def test_a_trainer_at_rest_can_be_pickled():
     trainer = run(BoringModel(), max_epochs=1)
+    pickle.dumps(trainer)
+    trainer.fit(BoringModel())  # has no epoch left
     pickle.dumps(trainer)
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(RuntimeError):
