@@ -68,9 +68,9 @@ class ExactResume(LowBitCallback):
     length, if their iterator draws numbers, too.
 
     The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume, with a warning; at
-    the end of an epoch it goes on, also with a generator of its own. Use
-    one with ``state_dict`` and ``load_state_dict``; that of data without a length, which Lightning saves one batch
-    ahead, is saved without this batch. A checkpoint from the middle of gradient accumulation lacks the
+    the end of an epoch it goes on, also with a generator of its own. Use one with ``state_dict`` and
+    ``load_state_dict``; the state of data without a length, which Lightning saves one batch ahead, is saved without
+    this batch. A checkpoint from the middle of gradient accumulation lacks the
     accumulated gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after
     ``Trainer.fit``, resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning.
     There is one, too, for ``on_train_epoch_end`` after a checkpoint of the last batch, which Lightning leaves out, and
