@@ -79,7 +79,7 @@ def is_of_a_path(error: Exception) -> bool:
 def lost_process(error: Exception) -> str:
     """Returns a message if gloo has lost another process of the run, whose own message is the cause; else ""."""
     lost = re.search(r"gloo/transport/\S*\] (.+?)(?=\.?$|\. )", str(error))
-    return f"Another process of this run ended or hangs; its messages say why. Here: {lost[1]}." if lost else ""
+    return f"Another process of this run ended or hangs; its messages, if any, tell. Here: {lost[1]}." if lost else ""
 
 
 def suggest(message: str, keys: Collection[str]) -> str:

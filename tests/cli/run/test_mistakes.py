@@ -89,8 +89,8 @@ def test_a_process_that_lost_another_one_refers_to_its_message(monkeypatch, caps
     monkeypatch.setattr(LowBitCLI, "instantiate_classes", lost)
     assert lowbit() == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "lowbit: error: Another process of this run ended or hangs; its messages say why. Here: Connection closed by "
-        "peer [127.0.0.1]:9. (LOWBIT_TRACEBACK=1 shows where.)"
+        "lowbit: error: Another process of this run ended or hangs; its messages, if any, tell. Here: Connection "
+        "closed by peer [127.0.0.1]:9. (LOWBIT_TRACEBACK=1 shows where.)"
     )
 
 
