@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, needs, recipes
-from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
+from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path, lost_process
 from lightning_lowbit.cli.options import Parser, check_run, existing, output_file
 from lightning_lowbit.packages import install_extra, is_installed
 
@@ -88,12 +88,13 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 141  # the status of a program that SIGPIPE ends
-        if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
+        lost = lost_process(error)
+        if os.environ.get("LOWBIT_TRACEBACK") == "1" or not (lost or _is_mistake(error)):
             raise
-        message = explain(error)
+        message = lost or explain(error)
         where = " (LOWBIT_TRACEBACK=1 shows where.)" if "torch" in sys.modules else ""  # else it is the command line
         print(f"lowbit: error: {message}{hidden(message)}{where}", file=sys.stderr)
-        return 2
+        return 1 if lost else 2
 
 
 @contextmanager

@@ -76,6 +76,12 @@ def is_of_a_path(error: Exception) -> bool:
     return bool(is_pathlib) or _FROM_RUST.search(str(error)) is not None
 
 
+def lost_process(error: Exception) -> str:
+    """Returns a message if gloo has lost another process of the run, whose own message is the cause; else ""."""
+    lost = re.search(r"gloo/transport/\S*\] (.+?)(?=\.?$|\. )", str(error))
+    return f"Another process of this run ended or hangs; its messages, if any, tell. Here: {lost[1]}." if lost else ""
+
+
 def suggest(message: str, keys: Collection[str]) -> str:
     """Returns a hint for a message about an unknown key or class, from the valid ``keys``; empty for other messages."""
     no_class = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)

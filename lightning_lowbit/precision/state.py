@@ -127,6 +127,8 @@ class RunState:
             self.scaling.restart()  # also at first: another plugin may have used this scaler
         if self.scaling is not None:
             self.scaling.check(model, type(trainer.strategy).__name__)
+        if not self.runs.is_evaluating:  # other processes may have made theirs after another seed_everything
+            self.layers.seed = trainer.strategy.broadcast(self.layers.seed)
         self._keep_from_checkpoints(is_new)
         self.layers.expect(model)
         return is_new

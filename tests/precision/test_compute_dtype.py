@@ -198,6 +198,7 @@ def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(tmp_pat
 def test_processes_agree_and_follow_their_checkpoint(tmp_path, strategy):
     ranks = [result[strategy] for result in launch("tests.precision.ranks_defaults", RANKS, tmp_path, strategy)]
     for rank, whose in zip(ranks, ("the device of another process", "this CPU"), strict=True):
+        assert rank["seed"] == 0, "the ranks round weights by different random bits"
         assert rank["dtypes"] == ["torch.float32"] * 3
         assert rank["told"][0] == f"compute_dtype='auto': float32, as {whose} has no bf16 instructions."
         assert rank["layers"] == [["body.0", "body.2"], ["body.0"], *[["body.0", "body.2"]] * 2]

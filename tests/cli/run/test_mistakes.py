@@ -79,6 +79,21 @@ def test_interrupt_before_training(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("lowbit: interrupted\n")
 
 
+def test_a_process_that_lost_another_one_refers_to_its_message(monkeypatch, capsys):
+    def lost(self):
+        raise RuntimeError(
+            "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. "
+            "This is typically caused by a remote worker crashing."
+        )
+
+    monkeypatch.setattr(LowBitCLI, "instantiate_classes", lost)
+    assert lowbit() == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "lowbit: error: Another process of this run ended or hangs; its messages, if any, tell. Here: Connection "
+        "closed by peer [127.0.0.1]:9. (LOWBIT_TRACEBACK=1 shows where.)"
+    )
+
+
 SIGTERM = """
 import signal
 from lightning_lowbit.cli import command
