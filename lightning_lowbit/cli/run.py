@@ -1,5 +1,6 @@
 """The commands ``fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with recipes by name."""
 
+import re
 import tempfile
 import warnings
 from collections.abc import Generator, Sequence
@@ -135,6 +136,13 @@ class LowBitCLI(LightningCLI):
             return super().instantiate_trainer(**kwargs)
         except (ImportError, TypeError) as error:  # of Lightning, which refuses some options so
             raise ValueError(f"The Trainer cannot be made: {error}") from error
+        except RuntimeError as error:
+            if (second := re.search(r"more than one stateful callback of type `(\w+)`", str(error))) is None:
+                raise
+            raise ValueError(
+                f"The Trainer takes one {second[1]}, and trainer.callbacks has more. Leave out one; `callbacks: [null, "
+                "...]` in an overlay drops those before it."
+            ) from error
 
     def instantiate_classes(self) -> None:
         with self._naming_options():

@@ -47,6 +47,8 @@ PLUGIN = "--trainer.plugins.init_args"
      "set the logger's save_dir or trainer.default_root_dir"),
     (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
      "0 or more and at most 1; got 2"),
+    (["--trainer.callbacks+={class_path: lightning_lowbit.RunReport, init_args: {filename: b.html}}"],
+     "The Trainer takes one RunReport, and trainer.callbacks has more. Leave out one; `callbacks: [null, ...]`"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, capsys):
     Path("broken.yaml").write_text("trainer: {max_steps: 3")
