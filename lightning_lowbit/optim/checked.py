@@ -18,9 +18,12 @@ from lightning_lowbit.optim.passes import SCALARS, scalar_dtype
 from lightning_lowbit.optim.rules import OPTIONS, check_options
 from lightning_lowbit.patterns import clean_name
 
-# Options by which groups of Adams, of Muon and of other optimizers are told apart: never empty, as sharded checkpoints
-# lack lists without elements.
-_TELLING = ("moments", "ns_steps")
+# Options by which groups of Adams, of Muon and of other optimizers, also of torch's, are told apart: never empty, as
+# sharded checkpoints lack lists without elements.
+_TELLING = ("moments", "ns_steps", "amsgrad", "momentum_decay", "decoupled_weight_decay")
+
+# Options that make a state, or its step, that of another optimizer.
+_FIXED = ("moments", "density", "master_weights", "element_clip", "norm_clip", "decoupled_weight_decay")
 
 _REMEDY = "Take the checkpoint of the same run, or load the weights alone and start with a new state."
 
@@ -166,11 +169,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
             )
         self._check_names(saved)
         self._check_options({name: saved.get(name, group[name]) for name in self._options & group.keys()})
-        for name in ("moments", "density", "master_weights"):
-            if saved.get(name) != group.get(name):
+        for name in _FIXED:
+            current = group.get(name)
+            if (former := saved.get(name, current)) != current:
                 raise ValueError(
-                    f"The saved state has {name}={saved.get(name)!r}, this {owner} {name}={group.get(name)!r}: build "
-                    "it with the saved value, or start without the state."
+                    f"The saved state has {name}={former!r}, this {owner} {name}={current!r}: build the optimizer of "
+                    "the saved run, with the saved value, or start without the state."
                 )
 
     def _check_order(self, groups: Sequence[Mapping[str, Any]]) -> None:
