@@ -94,7 +94,7 @@ class LowBitCLI(LightningCLI):
     """Lightning's command line, with checks before anything is written."""
 
     def __init__(self, args: list[str], **kwargs: Any) -> None:
-        self._command = args[0]
+        self._command, *self._arguments = args
         super().__init__(args=args, **kwargs)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -131,7 +131,8 @@ class LowBitCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init[str(self.subcommand)]
         if self.subcommand != "fit":
-            kwargs = as_trained(config.trainer, config.ckpt_path, config.get("weights_only") is not False) | kwargs
+            weights_only = config.get("weights_only") is not False
+            kwargs = as_trained(config.trainer, config.ckpt_path, self._arguments, weights_only) | kwargs
         try:
             return super().instantiate_trainer(**kwargs)
         except (ImportError, TypeError) as error:  # of Lightning, which refuses some options so

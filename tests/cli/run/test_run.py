@@ -181,6 +181,14 @@ def test_the_loss_is_that_of_the_training(overlay, capsys):
         assert abs(own - trained) > 1e-4, "the casts of the recipe, on purpose"
 
 
+@pytest.mark.usefixtures("quickstart")
+def test_casts_of_the_command_line_are_those_of_the_training_or_refused(capsys):
+    assert lowbit("--ckpt_path=last", "--trainer.plugins.init_args.casts=nvfp4", command="validate") == 0
+    assert lowbit("--ckpt_path=last", "--trainer.plugins.init_args.casts", "mxfp4", command="validate") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "nvfp4 in the checkpoint, mxfp4 here" in line and "(lowbit does, without options of casts)" in line
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickstart")
 def test_the_dtype_of_the_training_is_taken_without_a_word(capsys, told):
