@@ -49,6 +49,7 @@ SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
 BaseFinetuning = pytorch.callbacks.BaseFinetuning
+BasePredictionWriter = pytorch.callbacks.BasePredictionWriter
 CSVLogger = pytorch.loggers.CSVLogger
 GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 Logger = pytorch.loggers.Logger

@@ -20,6 +20,7 @@ import lightning_lowbit.optim
 import lightning_lowbit.precision.grad_scalers  # noqa: F401
 from lightning_lowbit._lightning import (
     NAME,
+    BasePredictionWriter,
     LightningArgumentParser,
     LightningCLI,
     LightningModule,
@@ -31,7 +32,7 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
-from lightning_lowbit.checks import is_number, positive
+from lightning_lowbit.checks import is_number, positive, some
 from lightning_lowbit.cli.checkpoints import OBJECTS, as_trained, resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest
@@ -127,6 +128,15 @@ class LowBitCLI(LightningCLI):
             print(f"lowbit {subcommand}: {weights}, in {precision}")
 
     before_test = before_predict = before_validate
+
+    def after_predict(self) -> None:
+        trainer = self.trainer
+        if trainer.is_global_zero:
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            writers = [type(one).__name__ for one in callbacks if isinstance(one, BasePredictionWriter)]
+            where = "what predict_step returns is not kept: give trainer.callbacks a BasePredictionWriter, to write it"
+            where = f"{some(writers)} got what predict_step returns" if writers else where
+            print(f"lowbit predict: {trainer.predict_loop.batch_progress.total.completed} batches; {where}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init[str(self.subcommand)]

@@ -201,8 +201,8 @@ def _check_fit(
         )
     if tokenizer is not None and not any(isinstance(part, nn.Embedding) for part in original.model.modules()):
         raise ValueError(
-            "tokenizer (--tokenizer) is of a model that takes tokens, and the trained module has no nn.Embedding: leave "
-            "it out."
+            "tokenizer (--tokenizer) is of a model that takes tokens, and the trained module has no nn.Embedding: "
+            "leave it out."
         )
     if shape is not None and (not format.traces or is_language_model(original.model)):
         reason = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"

@@ -15,8 +15,10 @@ import torch
 import yaml
 
 from lightning_lowbit import cli
-from lightning_lowbit._lightning import Callback, CSVLogger, TensorBoardLogger, take_versions
+from lightning_lowbit._lightning import BasePredictionWriter, Callback, CSVLogger, TensorBoardLogger, take_versions
+from lightning_lowbit.cli.run import LowBitCLI
 from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
+from tests.lightning_imports import BoringModel, quiet_trainer
 from tests.tables import each
 
 RUN = Path("runs/tiny/version_0")
@@ -155,6 +157,21 @@ def test_last_is_searched_where_the_checkpoints_are():
         assert lowbit(*mine) == 0
         assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
         assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0
+
+
+class Writer(BasePredictionWriter):
+    pass
+
+
+def test_predict_says_where_predictions_are(capsys):
+    command = ["predict", f"--model={BoringModel.__module__}.BoringModel", "--trainer.limit_predict_batches=3"]
+    assert cli.main([*command, "--seed_everything=1"]) == 0
+    LowBitCLI.after_predict(Mock(trainer=quiet_trainer(callbacks=[Writer()])))
+    nowhere, there = [line for line in capsys.readouterr().out.splitlines() if " batches; " in line]
+    assert nowhere.startswith(
+        "lowbit predict: 3 batches; what predict_step returns is not kept: give trainer.callbacks"
+    )
+    assert there.endswith("Writer got what predict_step returns")
 
 
 # --- validate takes the casts of a checkpoint, whatever those of the configuration are ---
