@@ -35,6 +35,8 @@ PLUGIN = "--trainer.plugins.init_args"
     (["--trainer.devices=-2"], "The Trainer cannot be made: `devices` selected with `CPUAccelerator` should be an int"),
     (["--trainer.accumulate_grad_batches=-1"], "trainer.accumulate_grad_batches is a number of batches, above 0; got"),
     (["--trainer.val_check_interval=0"], "is a number of batches, or a share of an epoch, above 0; got 0. (LOWBIT"),
+    (["--trainer.logger=[CSVLogger,TensorBoardLogger]"],
+     "given class_path 'lightning.pytorch.loggers.CSVLogger': the following arguments are required: save_dir."),
     (["--config="], "--config needs the name of a recipe or a file"),
     (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
     (["--config=list.yaml"], "list.yaml must hold a mapping"),
