@@ -1,9 +1,10 @@
 """The commands ``fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with recipes by name."""
 
+import math
 import re
 import tempfile
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -53,6 +54,8 @@ _DIVISORS = {
     "check_val_every_n_epoch": "a number of epochs",
     "val_check_interval": "a number of batches, or a share of an epoch",
 }
+
+_NO_EVENTS = 100  # bytes of TensorBoard's file, with its head alone
 
 _LOADING = {"load_model_state_dict", "load_optimizer_state_dict"}  # methods of Lightning's strategies
 
@@ -163,7 +166,7 @@ class LowBitCLI(LightningCLI):
         path = self.config[subcommand].get("ckpt_path")
         with (
             self._naming_options(),
-            _removed_if_it_fails(self.trainer, subcommand == "fit"),
+            _removed_if_empty(self.trainer, subcommand == "fit"),
             _said_if_it_does_not_fit(path),
         ):
             super()._run_subcommand(subcommand)
@@ -201,7 +204,7 @@ class LowBitCLI(LightningCLI):
 
 
 @contextmanager
-def _removed_if_it_fails(trainer: Trainer, trains: bool) -> Generator[None, None, None]:
+def _removed_if_empty(trainer: Trainer, trains: bool) -> Generator[None, None, None]:
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
     versions = take_versions(loggers) if trains else []
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
@@ -210,12 +213,21 @@ def _removed_if_it_fails(trainer: Trainer, trains: bool) -> Generator[None, None
         yield
     except BaseException:  # also Ctrl-C
         if not any((folder / "config.yaml").exists() for folder in logged):  # written when training starts
-            for folder in new:
-                for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):
-                    path.unlink(missing_ok=True)
-                with suppress(OSError):  # not empty
-                    folder.rmdir()
+            _remove(new)
         raise
+    if not trains and not trainer.logged_metrics:
+        _remove(new, _NO_EVENTS)
+
+
+def _remove(folders: Iterable[Path], most: float = math.inf) -> None:
+    """Removes what loggers write before they log anything, and the folders; event files of at most so many bytes."""
+    for folder in folders:
+        events = [*folder.glob("events.out.tfevents.*")]
+        if all(path.stat().st_size <= most for path in events):
+            for path in (*events, folder / "hparams.yaml"):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 @contextmanager

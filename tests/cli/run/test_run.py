@@ -165,7 +165,8 @@ class Writer(BasePredictionWriter):
 
 def test_predict_says_where_predictions_are(capsys):
     command = ["predict", f"--model={BoringModel.__module__}.BoringModel", "--trainer.limit_predict_batches=3"]
-    assert cli.main([*command, "--seed_everything=1"]) == 0
+    assert cli.main([*command, "--seed_everything=1", "--trainer.default_root_dir=runs"]) == 0
+    assert not Path("runs").exists(), "a folder in which nothing is logged"
     LowBitCLI.after_predict(Mock(trainer=quiet_trainer(callbacks=[Writer()])))
     nowhere, there = [line for line in capsys.readouterr().out.splitlines() if " batches; " in line]
     assert nowhere.startswith(
