@@ -48,8 +48,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self._remember_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._check_names(param_group)
-        self._doubt_names(param_group)
+        self._check_new_names(param_group)
         super().add_param_group(param_group)
         self._remember_parameters()
 
@@ -66,8 +65,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
             if name in OPTIONS and name not in self.defaults:
                 raise ValueError(f"{type(self).__name__} has no option {name}: leave it out of the group.")
 
-    def _doubt_names(self, param_group: Mapping[str, Any]) -> None:
-        """Warns of names that are spelled nearly as an option is. All others are of whoever made the group."""
+    def _check_new_names(self, param_group: Mapping[str, Any]) -> None:
+        """Checks names, and warns of those that are spelled nearly as an option is. All others are of whoever made the
+        group."""
+        self._check_names(param_group)
         for name in param_group.keys() - self.defaults.keys():
             if meant := difflib.get_close_matches(name, self.defaults, 1, cutoff=0.8):
                 warnings.warn(
