@@ -50,6 +50,7 @@ SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
 BaseFinetuning = pytorch.callbacks.BaseFinetuning
+BasePredictionWriter = pytorch.callbacks.BasePredictionWriter
 CSVLogger = pytorch.loggers.CSVLogger
 GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 Logger = pytorch.loggers.Logger
@@ -316,11 +317,11 @@ def logged_in_batch(trainer: Trainer) -> dict[str, Any]:
     return trainer.callback_metrics if is_within_epoch else logged_metrics(trainer)
 
 
-def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
-    """Drops metrics logged in ``on_train_batch_end``, which Lightning would repeat until the epoch ends."""
+def forget_logged(trainer: Trainer, names: Iterable[str], hook: str = "on_train_batch_end") -> None:
+    """Drops metrics logged in a hook, which Lightning would repeat until the epoch ends, and not after a resume."""
     assert trainer._results is not None
     for name in names:
-        trainer._results.pop(f"on_train_batch_end.{name}", None)
+        trainer._results.pop(f"{hook}.{name}", None)
 
 
 def take_versions(loggers: Iterable[Any]) -> list[Path]:

@@ -114,7 +114,7 @@ def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
     """Yields the documents of files as UTF-8: each text file is one, and each row of JSON or Parquet.
 
     In text files, invalid UTF-8 becomes U+FFFD, line ends become ``\\n``, and a byte order mark at the start is left
-    out. Warns of the first, and of rows without text.
+    out. Warns of the first, of characters NUL, and of rows without text.
     """
     for file in files:
         kind = kind_of(file)
@@ -133,13 +133,16 @@ def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")
+        text, fault = file.read_text(encoding="utf-8-sig"), ""
     except UnicodeDecodeError as error:
-        rank_zero_warn(
-            f"{file} is not in UTF-8 ({error.reason}, at byte {error.start}): U+FFFD stands for what cannot be read. "
-            f"Convert it, for example by: iconv -f ENCODING -t UTF-8 '{file.name}' > new.txt"
-        )
-        return file.read_text(encoding="utf-8-sig", errors="replace")
+        text = file.read_text(encoding="utf-8-sig", errors="replace")
+        fault = f"is not in UTF-8 ({error.reason}, at byte {error.start}): U+FFFD stands for what cannot be read"
+    if "\0" in text and not fault:
+        fault = "has characters NUL, as UTF-16 read as UTF-8 has, and stays so"
+    if fault:
+        how = f"iconv -f ENCODING -t UTF-8 '{file.name}' > new.txt"
+        rank_zero_warn(f"{file} {fault}. Convert it, for example by: {how}")
+    return text
 
 
 def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:

@@ -34,12 +34,23 @@ class LowBitCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the Trainer, and forgets an earlier run. Subclasses call ``super()`` first."""
         check_trainer(self, trainer)
+        self._refuse_second(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.global_step == 0:  # else the same Trainer continues; checkpoints load later
             self._start_afresh()
 
     def _start_afresh(self) -> None:
         """Resets the state of a run."""
+
+    def _refuse_second(self, trainer: Trainer) -> None:
+        """Refuses callbacks that share a state: of those of ``configure_callbacks``, Lightning saves the last one's."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        same = sum(callback.state_key == self.state_key for callback in callbacks)
+        if same > 1 and type(self).state_dict is not Callback.state_dict:
+            raise MisconfigurationException(
+                f"{type(self).__name__} keeps one state in checkpoints, and the Trainer has {same} of them. Leave one, "
+                "in Trainer(callbacks=...) or in configure_callbacks."
+            )
 
     def _needs_plugin(self, trainer: Trainer) -> LowBitPrecision:
         if isinstance(plugin := trainer.precision_plugin, LowBitPrecision):

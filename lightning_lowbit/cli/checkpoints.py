@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,19 @@ from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.cli.options import check_checkpoint
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.files import DEPTH, is_text, load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.trained import CHANGEABLE
 from lightning_lowbit.precision.run_settings import UNDECIDED
 
 OBJECTS = "If you trust whoever wrote it, give --weights_only false."  # the advice of a refusal
 
 _SUFFIX = ".ckpt"
+
+# Options of a command line that decide how a model computes.
+_OF_CASTS = re.compile(
+    rf"--trainer\.plugins(\.class_path|\.(?!(init_args\.)?({'|'.join((*CHANGEABLE, 'compute_dtype'))})\b).*)?(=.*)?",
+    re.DOTALL,
+)
+
 _WHOLE = re.compile(r"(.*\.)?(auto|ddp\w*|DDPStrategy|SingleDeviceStrategy)")  # strategies that load files alone
 
 
@@ -99,15 +107,19 @@ def _folders(trainer: Any) -> list[Path]:
     return paths
 
 
-def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool = True) -> dict[str, Any]:
+def as_trained(
+    trainer: Mapping[str, Any], path: str | None, arguments: Sequence[str], weights_only: bool = True
+) -> dict[str, Any]:
     """Returns overrides of the Trainer's (instantiated) arguments that evaluate a checkpoint as it was trained.
 
-    Empty if the path is None or not local, the checkpoint does not hold its casts, or the configured plugin has
-    ``casts_of_checkpoint=False``.
+    Empty if the path is None or not local, the checkpoint does not hold its casts, the configured plugin has
+    ``casts_of_checkpoint=False``, or an argument of the command line asks for casts: the plugin then compares them.
     """
     plugins = as_list(trainer.get("plugins") or [])
     configured = next((plugin for plugin in plugins if isinstance(plugin, LowBitPrecision)), None)
     if path is None or not Path(path).exists() or (configured is not None and not configured.casts_of_checkpoint):
+        return {}
+    if configured is not None and any(map(_OF_CASTS.fullmatch, arguments)):
         return {}
     checkpoint = load_checkpoint(path, weights_only, OBJECTS)
     state = state_of(checkpoint)

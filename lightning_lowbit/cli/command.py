@@ -3,7 +3,9 @@
 Imports inside functions keep ``lowbit ls`` quick: it needs neither torch nor Lightning.
 """
 
+import logging
 import os
+import re
 import select
 import shlex
 import signal
@@ -76,7 +78,11 @@ _ROOMS = {
 }
 
 
+_TOLD: set[str] = set()  # messages of the Hub's client, without numbers
+
+
 def main(arguments: list[str]) -> int:
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_is_first)
     try:
         with _ended_by_sigterm():
             status = _dispatch(arguments)
@@ -95,6 +101,14 @@ def main(arguments: list[str]) -> int:
         where = " (LOWBIT_TRACEBACK=1 shows where.)" if "torch" in sys.modules else ""  # else it is the command line
         print(f"lowbit: error: {message}{hidden(message)}{where}", file=sys.stderr)
         return 1 if lost else 2
+
+
+def _is_first(record: logging.LogRecord) -> bool:
+    """Lets the Hub's client tell once that a request fails, and once that it tries again: an error follows the last."""
+    text = re.sub(r"\d+", "", record.getMessage())
+    is_first = text not in _TOLD
+    _TOLD.add(text)
+    return is_first
 
 
 @contextmanager

@@ -21,7 +21,8 @@ _FROM_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors and
 
 
 def explain(error: BaseException) -> str:
-    """Shortens the message of an error to one line; of the parser's attempts for each type, only the first stays."""
+    """Shortens the message of an error to one line; of the parser's attempts for each type, only one stays: the
+    first with a class, or the first."""
 
     def missing(match: re.Match[str]) -> str:
         package = install_extra(match[2]) or match[2].replace("_", "-")  # as PyPI writes names
@@ -137,12 +138,14 @@ def _first_cause(lines: list[str]) -> str:
     if not starts:
         return " ".join(lines)
     where = [line for line in lines[: starts[0]] if line.strip().endswith(":")]
-    bullet, *others = lines[starts[0] + 1 :]
-    indent = len(bullet) - len(bullet.lstrip())
-    ends = [i for i, line in enumerate(others) if len(line) - len(line.lstrip()) <= indent]
-    block = [bullet.replace("- ", "", 1), *others[: ends[0] if ends else None]]
+    causes = lines[starts[0] + 1 :]
+    indents = [len(line) - len(line.lstrip()) for line in causes]
+    heads = [i for i, indent in enumerate(indents) if indent <= indents[0]]
+    blocks = [causes[i:end] for i, end in zip(heads, [*heads[1:], None], strict=True)]
+    block = next((block for block in blocks if "Problem with given class_path" in block[0]), blocks[0])  # got furthest
+    block = [block[0].replace("- ", "", 1), *block[1:]]
     lacks_value = "Expected" in block[0] and "import path" not in block[0]  # that names what is no path
-    values = [line for line in others if "Given value:" in line and lacks_value]
+    values = [line for line in causes if "Given value:" in line and lacks_value]
     return " ".join([*where, _first_cause(block), *values[:1]])
 
 

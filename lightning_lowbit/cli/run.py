@@ -1,8 +1,10 @@
 """The commands ``fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with recipes by name."""
 
+import math
+import re
 import tempfile
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,6 +21,7 @@ import lightning_lowbit.optim
 import lightning_lowbit.precision.grad_scalers  # noqa: F401
 from lightning_lowbit._lightning import (
     NAME,
+    BasePredictionWriter,
     LightningArgumentParser,
     LightningCLI,
     LightningModule,
@@ -30,7 +33,7 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
-from lightning_lowbit.checks import is_number, positive
+from lightning_lowbit.checks import is_number, positive, some
 from lightning_lowbit.cli.checkpoints import OBJECTS, as_trained, resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest
@@ -51,6 +54,8 @@ _DIVISORS = {
     "check_val_every_n_epoch": "a number of epochs",
     "val_check_interval": "a number of batches, or a share of an epoch",
 }
+
+_NO_EVENTS = 100  # bytes of TensorBoard's file, with its head alone
 
 _LOADING = {"load_model_state_dict", "load_optimizer_state_dict"}  # methods of Lightning's strategies
 
@@ -93,7 +98,7 @@ class LowBitCLI(LightningCLI):
     """Lightning's command line, with checks before anything is written."""
 
     def __init__(self, args: list[str], **kwargs: Any) -> None:
-        self._command = args[0]
+        self._command, *self._arguments = args
         super().__init__(args=args, **kwargs)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -127,14 +132,31 @@ class LowBitCLI(LightningCLI):
 
     before_test = before_predict = before_validate
 
+    def after_predict(self) -> None:
+        trainer = self.trainer
+        if trainer.is_global_zero:
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            writers = [type(one).__name__ for one in callbacks if isinstance(one, BasePredictionWriter)]
+            where = "what predict_step returns is not kept: give trainer.callbacks a BasePredictionWriter, to write it"
+            where = f"{some(writers)} got what predict_step returns" if writers else where
+            print(f"lowbit predict: {trainer.predict_loop.batch_progress.total.completed} batches; {where}")
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init[str(self.subcommand)]
         if self.subcommand != "fit":
-            kwargs = as_trained(config.trainer, config.ckpt_path, config.get("weights_only") is not False) | kwargs
+            weights_only = config.get("weights_only") is not False
+            kwargs = as_trained(config.trainer, config.ckpt_path, self._arguments, weights_only) | kwargs
         try:
             return super().instantiate_trainer(**kwargs)
         except (ImportError, TypeError) as error:  # of Lightning, which refuses some options so
             raise ValueError(f"The Trainer cannot be made: {error}") from error
+        except RuntimeError as error:
+            if (second := re.search(r"more than one stateful callback of type `(\w+)`", str(error))) is None:
+                raise
+            raise ValueError(
+                f"The Trainer takes one {second[1]}, and trainer.callbacks has more. Leave out one; `callbacks: [null, "
+                "...]` in an overlay drops those before it."
+            ) from error
 
     def instantiate_classes(self) -> None:
         with self._naming_options():
@@ -144,7 +166,7 @@ class LowBitCLI(LightningCLI):
         path = self.config[subcommand].get("ckpt_path")
         with (
             self._naming_options(),
-            _removed_if_it_fails(self.trainer, subcommand == "fit"),
+            _removed_if_empty(self.trainer, subcommand == "fit"),
             _said_if_it_does_not_fit(path),
         ):
             super()._run_subcommand(subcommand)
@@ -182,7 +204,7 @@ class LowBitCLI(LightningCLI):
 
 
 @contextmanager
-def _removed_if_it_fails(trainer: Trainer, trains: bool) -> Generator[None, None, None]:
+def _removed_if_empty(trainer: Trainer, trains: bool) -> Generator[None, None, None]:
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
     versions = take_versions(loggers) if trains else []
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
@@ -191,12 +213,21 @@ def _removed_if_it_fails(trainer: Trainer, trains: bool) -> Generator[None, None
         yield
     except BaseException:  # also Ctrl-C
         if not any((folder / "config.yaml").exists() for folder in logged):  # written when training starts
-            for folder in new:
-                for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):
-                    path.unlink(missing_ok=True)
-                with suppress(OSError):  # not empty
-                    folder.rmdir()
+            _remove(new)
         raise
+    if not trains and not trainer.logged_metrics:
+        _remove(new, _NO_EVENTS)
+
+
+def _remove(folders: Iterable[Path], most: float = math.inf) -> None:
+    """Removes what loggers write before they log anything, and the folders; event files of at most so many bytes."""
+    for folder in folders:
+        events = [*folder.glob("events.out.tfevents.*")]
+        if all(path.stat().st_size <= most for path in events):
+            for path in (*events, folder / "hparams.yaml"):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.atomic_files import being_written, put_in_place
@@ -110,7 +110,7 @@ def export_checkpoint(
     original = read(checkpoint, module)
     if tokenizer is not None:
         original = replace(original, facts={**original.facts, "tokenizer": tokenizer})
-    _check_fit(original, chosen, calibrate, shape, merge, rescale)
+    _check_fit(original, chosen, calibrate, tokenizer, shape, merge, rescale)
     if merge:
         original = merge_adapters(original, chosen, dense_dtype)
     tokens = tokens_of(original, calibrate) if is_language_model(original.model) else None
@@ -183,6 +183,7 @@ def _check_fit(
     original: TrainedModel,
     format: Format,
     calibrate: str | Path | None,
+    tokenizer: str | None,
     shape: Sequence[int] | None,
     merge: bool,
     rescale: bool,
@@ -197,6 +198,11 @@ def _check_fit(
         raise ValueError(
             "Calibration takes a causal language model of transformers, which the trained module is not: leave out "
             "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
+        )
+    if tokenizer is not None and not any(isinstance(part, nn.Embedding) for part in original.model.modules()):
+        raise ValueError(
+            "tokenizer (--tokenizer) is of a model that takes tokens, and the trained module has no nn.Embedding: "
+            "leave it out."
         )
     if shape is not None and (not format.traces or is_language_model(original.model)):
         reason = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"

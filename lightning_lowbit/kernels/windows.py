@@ -34,13 +34,14 @@ class Window(NamedTuple):
         """Pixels from the first to the last one of a patch."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
-    def positions(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Returns how often the kernel fits into an image of these sizes; a ValueError if it does not."""
+    def positions(self, sizes: Sequence[int], layer: str = "") -> tuple[int, ...]:
+        """Returns how often the kernel fits into an image of these sizes; a ValueError, which names the layer, if it
+        does not."""
         padded = [b + size + a for b, size, a in zip(self.before, sizes, self.after, strict=True)]
         if any(n < span for n, span in zip(padded, self.spans, strict=True)):
             raise ValueError(
-                f"The kernel spans {self.spans} pixels, and the padded input has {tuple(padded)}: give the layer "
-                "larger images, or padding."
+                f"The kernel of layer {layer} spans {self.spans} pixels, and the padded input has {tuple(padded)}: "
+                "give the layer larger images, or padding."
             )
         return tuple((n - span) // s + 1 for n, span, s in zip(padded, self.spans, self.stride, strict=True))
 

@@ -103,8 +103,7 @@ class Adaptive(ClippedOptimizer):
         options = options_among(locals())
         self.defaults = {**wrapped.defaults, **options}
         for group in wrapped.param_groups:
-            self._check_names(group)
-            self._doubt_names(group)
+            self._check_new_names(group)
             check_options("Adaptive", {**options, **{name: group[name] for name in options if name in group}})
         # Not `super().__init__`, which would make new groups and a new state.
         self.__setstate__({"optimizer": wrapped, "options": options, "defaults": self.defaults})
@@ -179,8 +178,7 @@ class Adaptive(ClippedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
-        self._check_names(param_group)
-        self._doubt_names(param_group)
+        self._check_new_names(param_group)
         merged = {**self.options, **param_group}
         self._check_options({name: merged[name] for name in self.options})
         self.optimizer.add_param_group(merged)

@@ -18,9 +18,12 @@ from lightning_lowbit.optim.passes import SCALARS, scalar_dtype
 from lightning_lowbit.optim.rules import OPTIONS, check_options
 from lightning_lowbit.patterns import clean_name
 
-# Options by which groups of Adams, of Muon and of other optimizers are told apart: never empty, as sharded checkpoints
-# lack lists without elements.
-_TELLING = ("moments", "ns_steps")
+# Options by which groups of Adams, of Muon and of other optimizers, also of torch's, are told apart: never empty, as
+# sharded checkpoints lack lists without elements.
+_TELLING = ("moments", "ns_steps", "amsgrad", "momentum_decay", "decoupled_weight_decay")
+
+# Options that make a state, or its step, that of another optimizer.
+_FIXED = ("moments", "density", "master_weights", "element_clip", "norm_clip", "decoupled_weight_decay")
 
 _REMEDY = "Take the checkpoint of the same run, or load the weights alone and start with a new state."
 
@@ -45,8 +48,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self._remember_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._check_names(param_group)
-        self._doubt_names(param_group)
+        self._check_new_names(param_group)
         super().add_param_group(param_group)
         self._remember_parameters()
 
@@ -63,8 +65,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
             if name in OPTIONS and name not in self.defaults:
                 raise ValueError(f"{type(self).__name__} has no option {name}: leave it out of the group.")
 
-    def _doubt_names(self, param_group: Mapping[str, Any]) -> None:
-        """Warns of names that are spelled nearly as an option is. All others are of whoever made the group."""
+    def _check_new_names(self, param_group: Mapping[str, Any]) -> None:
+        """Checks names, and warns of those that are spelled nearly as an option is. All others are of whoever made the
+        group."""
+        self._check_names(param_group)
         for name in param_group.keys() - self.defaults.keys():
             if meant := difflib.get_close_matches(name, self.defaults, 1, cutoff=0.8):
                 warnings.warn(
@@ -166,11 +170,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
             )
         self._check_names(saved)
         self._check_options({name: saved.get(name, group[name]) for name in self._options & group.keys()})
-        for name in ("moments", "density", "master_weights"):
-            if saved.get(name) != group.get(name):
+        for name in _FIXED:
+            current = group.get(name)
+            if (former := saved.get(name, current)) != current:
                 raise ValueError(
-                    f"The saved state has {name}={saved.get(name)!r}, this {owner} {name}={group.get(name)!r}: build "
-                    "it with the saved value, or start without the state."
+                    f"The saved state has {name}={former!r}, this {owner} {name}={current!r}: build the optimizer of "
+                    "the saved run, with the saved value, or start without the state."
                 )
 
     def _check_order(self, groups: Sequence[Mapping[str, Any]]) -> None:

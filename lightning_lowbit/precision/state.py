@@ -330,8 +330,9 @@ class RunState:
             rank_zero_warn(f"{message}\nTraining continues as this plugin has it.")
         elif self.casts_of_checkpoint:
             raise ValueError(
-                f"{message}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)]; to "
-                "evaluate it with the casts of this plugin, give this plugin casts_of_checkpoint=False."
+                f"{message}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)] (lowbit "
+                "does, without options of casts); to evaluate it with the casts of this plugin, give it "
+                "casts_of_checkpoint=False."
             )
         else:
             rank_zero_info(

@@ -12,6 +12,7 @@ _WIDTH, _CHART, _ROW = 9.0, 4.5, 0.22  # inches; the last two are heights
 _FEW_CHARTS = 2  # more are drawn lower
 _FEW_COLUMNS = 4  # of a heat map; names of more are turned
 _MOST_PIXELS = 30_000  # of the height
+_LONGEST = 60  # letters of a name
 _LINES = ("-", "--", ":", "-.")  # for each, ten colors
 
 
@@ -29,6 +30,11 @@ def write_picture(path: Path, *blocks: Chart | HeatMap) -> None:
         _draw_chart(block, axes) if isinstance(block, Chart) else _draw_heat_map(block, axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=min(150, _MOST_PIXELS / sum(heights)), bbox_inches="tight")
+
+
+def _short(name: str) -> str:
+    """Leaves out the middle of a long name, which would leave no room for what is drawn."""
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[1 - _LONGEST // 2 :]}"
 
 
 def _height(block: Chart | HeatMap, is_high: bool) -> float:
@@ -54,18 +60,18 @@ def _draw_chart(chart: Chart, axes: Any) -> None:
     ends = (10**up.low, 10**up.high) if up.log else (up.low, up.high)
     if chart.rows:
         axes.set(xlim=ends, ylim=(len(chart.rows) + 0.5, 0.5))
-        axes.set_xlabel("\n".join([chart.y_label, *notes]), parse_math=False)
-        axes.set_yticks(range(1, len(chart.rows) + 1), chart.rows, parse_math=False)
+        axes.set_xlabel("\n".join([*textwrap.wrap(chart.y_label, 100), *notes]), parse_math=False)
+        axes.set_yticks(range(1, len(chart.rows) + 1), [*map(_short, chart.rows)], parse_math=False)
         axes.grid(axis="x", alpha=0.3)
         return
     axes.set(yscale="log" if up.log else "linear", ylim=ends)
     axes.set_xlabel("\n".join([chart.x_label, *notes]), parse_math=False)
-    axes.set_ylabel(chart.y_label, parse_math=False)
+    axes.set_ylabel("\n".join(textwrap.wrap(chart.y_label, 60)), parse_math=False)
     axes.grid(alpha=0.3)
     if len(chart.series) > 1:
         drawn = [*axes.lines, *axes.patches]  # named, as names that begin with _ would be left out
         legend = axes.legend(
-            drawn, [one.get_label() for one in drawn], loc="upper left", bbox_to_anchor=(1, 1), frameon=False
+            drawn, [_short(one.get_label()) for one in drawn], loc="upper left", bbox_to_anchor=(1, 1), frameon=False
         )
         for text in legend.get_texts():
             text.set_parse_math(False)
@@ -86,7 +92,7 @@ def _draw_heat_map(heat: HeatMap, axes: Any) -> None:
             style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center", "fontsize": 8}
             axes.text(column, row, f"{value:.1f}", **style)
     turned = {"rotation": 45, "ha": "right"} if len(heat.columns) > _FEW_COLUMNS else {}
-    axes.set_xticks(range(len(heat.columns)), heat.columns, parse_math=False, **turned)
-    axes.set_yticks(range(len(heat.rows)), heat.rows, parse_math=False)
+    axes.set_xticks(range(len(heat.columns)), [*map(_short, heat.columns)], parse_math=False, **turned)
+    axes.set_yticks(range(len(heat.rows)), [*map(_short, heat.rows)], parse_math=False)
     axes.set_title(heat.caption, parse_math=False)
     axes.set_xlabel(heat.unit, parse_math=False)

@@ -1,11 +1,14 @@
 """``lowbit ls`` and ``lowbit cp``, here and from a wheel, and what the command answers at once."""
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -108,6 +111,16 @@ def test_help_and_version(capsys):
     commands = ("ls", "cp", "fit", "validate", "test, predict", "compare", "estimate", "inspect CHECKPOINT --casts A,B")
     assert all(f"\n  {command}" in shown for command in commands)
     assert set(TRAINER_COMMANDS) == set(LowBitCLI.subcommands())
+
+
+def test_the_hub_tells_of_its_retries_once(caplog):
+    cli.main(["--version"])
+    logger = logging.getLogger(import_module("huggingface_hub.utils._http").__name__)
+    with caplog.at_level("WARNING"), patch.object(logging.getLogger("huggingface_hub"), "propagate", True):
+        for number in range(1, 6):
+            logger.warning("'[Errno -2]' thrown while requesting HEAD https://huggingface.co/x")
+            logger.warning(f"Retrying in {number}s [Retry {number}/5].")
+    assert [record.getMessage()[:8] for record in caplog.records] == ["'[Errno ", "Retrying"]
 
 
 def test_lists_help_and_mistakes_do_not_wait_for_torch():

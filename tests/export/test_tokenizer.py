@@ -1,13 +1,16 @@
 """The tokenizer of bytes: its ids are those of the recipes' ``tokenizer: bytes``."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
+from lightning_lowbit import FP8Precision
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.recipes.tokenizers import ByteTokenizer, PretrainedTokenizer
-from tests.export.originals import export
+from tests.export.modules import Plain
+from tests.export.originals import export, fit
 from tests.recipes.test_tokenizers import save_tokenizer
 from tests.tables import deterministic
 
@@ -45,6 +48,12 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_not_exported(trained, tmp_p
         with pytest.raises(ValueError, match="has ids up to 515, and the model takes 256. Give --tokenizer that"):
             export(trained("llama", "mxfp8", steps=2), format, tmp_path / "out", tokenizer=name)
         assert not (tmp_path / "out").exists()
+
+
+def test_a_module_without_tokens_is_not_exported_with_a_tokenizer(tmp_path):
+    checkpoint = fit(Plain(), FP8Precision("mx"), tmp_path, 1, torch.randn(4, 16))
+    with pytest.raises(ValueError, match="of a model that takes tokens, and the .* has no nn.Embedding: leave it out"):
+        export(checkpoint, "dequantized", tmp_path / "out", module="tests.export.modules.Plain", tokenizer="bytes")
 
 
 def test_recipes_read_a_folder_of_it_as_they_read_bytes(tmp_path):

@@ -137,17 +137,16 @@ def test_entries_that_nobody_reads_are_refused(name):
 
 
 @each("name", [*MAKERS, "Muon"])
-@each("other", [*MAKERS, "Muon", "AdamW", "SGD", "Adagrad"])
+@each("other", [*MAKERS, "Muon", "AdamW", "SGD", "Adagrad", "Adam", "NAdam", "RAdam", "Adamax"])
 def test_a_state_of_another_optimizer_goes_on_or_is_refused(name, other):
-    """What goes on is of the same class, or of a relative with the same entries."""
+    """What goes on is of the same class with the same rules, or of the wrapped optimizer alone."""
     dtype = torch.bfloat16 if "master" in name or "master" in other else torch.float32
     parameters, others = make_parameters(dtype, MATRICES), make_parameters(dtype, MATRICES)
     optimizer, saved = ENTRIES[name](parameters), (ENTRIES.get(other) or getattr(torch.optim, other))(others)
     train(optimizer, parameters, range(2))
     train(saved, others, range(2))
-    dense, fp8, adam = {"StableSPAM", "SPAM", "LowBitAdamW fp32"}, {"StableSPAM fp8", "LowBitAdamW fp8"}, {"AdamW"}
-    adam |= {"Adaptive AdamW", "Adaptive AdamW fused"}
-    alike = next((kin for kin in (dense, fp8, adam, {"Adaptive SGD", "SGD"}) if name in kin), {name})
+    adam, sgd = {"AdamW", "Adaptive AdamW", "Adaptive AdamW fused"}, {"Adaptive SGD", "SGD"}
+    alike = next((kin for kin in (adam, sgd) if name in kin), {name})
     if other in alike:
         optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
         train(optimizer, parameters, [2])

@@ -71,6 +71,17 @@ def test_names_are_drawn_as_they_are(draw):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == names
 
 
+def test_long_names_are_cut_in_their_middle(draw):
+    name = "n" * 200
+    heat, lines = HeatMap([name], [name], [[1.0]], "", 0, 3), Chart("", {name: ([1], [1.0]), "b": ([1], [1.0])}, name)
+    first, second, third = draw(heat, lines, replace(lines, rows=[name, f"{name}   +0.1"]))
+    labels = [*first.get_xticklabels(), *first.get_yticklabels(), *second.get_legend().get_texts()[:1]]
+    cut = "n" * 30 + "…" + "n" * 29
+    assert [label.get_text() for label in labels] == [cut] * 3
+    assert [label.get_text() for label in third.get_yticklabels()] == [cut, f"{'n' * 30}…{'n' * 22}   +0.1"]
+    assert max(map(len, second.get_ylabel().splitlines())) == 60
+
+
 @pytest.mark.parametrize("columns", [2, 12])
 def test_numbers_and_names_of_heat_maps_do_not_lie_on_top_of_each_other(columns, draw):
     values = [[10.0 * i + j for j in range(columns)] for i in range(3)]

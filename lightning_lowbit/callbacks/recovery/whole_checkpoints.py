@@ -19,11 +19,11 @@ from typing import IO, Any, TypeVar
 
 from lightning_lowbit._lightning import rank_zero_only
 from lightning_lowbit.atomic_files import name_of, named
+from lightning_lowbit.precision.checkpoints.files import INDEX, META
 
 _T = TypeVar("_T")
 
 FOREIGN = "is not a file that torch.save wrote"
-_REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file; torch's index of tensors in shards
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # first bytes of torch.save's files, since and before 1.6
 _HEADER, _LENGTHS = 30, (26, 28)  # bytes before an entry of a zip file, and where the lengths of name and padding are
 _THREADS, _CHUNK = 4, 2**20  # threads help: checksums release the GIL
@@ -85,7 +85,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 def step_of(path: Path) -> float:
     """Returns the optimizer steps of a checkpoint, from its first bytes or else its name; infinity if unknown."""
     try:
-        with (path / _REST if path.is_dir() else path).open("rb") as file:
+        with (path / META if path.is_dir() else path).open("rb") as file:
             head = file.read(_HEAD)
     except OSError:
         head = b""
@@ -126,14 +126,14 @@ def damage(path: Path) -> str | None:
 
 def _damage_of_directory(path: Path) -> str | None:
     names = {entry.name for entry in path.iterdir()}
-    missing = {_REST, _INDEX} - names
+    missing = {META, INDEX} - names
     if names and len(missing) == 2 and not any(name.endswith(".distcp") for name in names):
         return None
     if missing:
         return f"lacks {' and '.join(sorted(missing))}"
-    with (path / _REST).open("rb") as file:
+    with (path / META).open("rb") as file:
         wrong = _damage_of_file(file)
-    return f"has a {_REST} that {wrong}" if wrong else _damage_of_shards(path)
+    return f"has a {META} that {wrong}" if wrong else _damage_of_shards(path)
 
 
 def _damage_of_shards(path: Path) -> str | None:
@@ -145,7 +145,7 @@ def _damage_of_shards(path: Path) -> str | None:
         for place in places:
             ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
     except Exception:  # a damaged pickle may raise any error
-        return f"has a {_INDEX} that cannot be read"
+        return f"has a {INDEX} that cannot be read"
     for name, end in ends.items():
         if not (path / name).exists():
             return f"lacks {name}"

@@ -15,6 +15,7 @@ from lightning_lowbit._lightning import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    forget_logged,
     is_logging_step,
     logger_step,
     rank_zero_info,
@@ -160,6 +161,11 @@ class PrecisionSwitch(Switch):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        is_new = (
+            self._looked != trainer.global_step and logger_step(trainer) % _every(trainer) == 0
+        )  # the last is logged
+        if is_new and not self.composes and self is self._conflicting[0]:
+            forget_logged(trainer, ["blend"], "on_train_batch_start")
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._record is not None and self.rewarm is not None:
             steps = trainer.global_step - self._record["step"] + 1
@@ -216,11 +222,16 @@ class PrecisionSwitch(Switch):
         blend, was_blending = SCHEDULES[self.schedule](progress), plugin.is_blending
         plugin.set_blend(blend)
         is_end = progress == 1
-        if (plugin.is_blending and is_logging_step(trainer)) or (was_blending and is_end):
-            # The end is always logged: Lightning repeats the last value until the epoch ends. A CPU tensor: a float
-            # would be copied to the device, which is synchronous.
+        if (plugin.is_blending and is_logging_step(trainer)) or (is_end and (was_blending or self._is_untold(trainer))):
+            # The end is always logged: Lightning repeats it until the logger takes it. A CPU tensor: a float would be
+            # copied to the device, which is synchronous.
             pl_module.log("blend", torch.tensor(blend), batch_size=1)
         return is_end
+
+    def _is_untold(self, trainer: Trainer) -> bool:
+        """Returns whether the logger has taken no step since the end of a gradual switch, before a resume."""
+        end, every, now = self._due + self._length, _every(trainer), logger_step(trainer)
+        return self._length > 0 and now // every == (now - trainer.global_step + end) // every
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         state = super()._state(trainer)
@@ -246,6 +257,10 @@ class PrecisionSwitch(Switch):
         header = ["step", "from", "to", "why"]
         rows = [[record[name] for name in header] for record in self._records(trainer)]
         return [Section("Precision", [Table(header, rows)])] if rows else []
+
+
+def _every(trainer: Trainer) -> int:
+    return trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
 
 
 def _described(casts: Mapping[str, object]) -> str:

@@ -91,9 +91,10 @@ class QuantizedConvolution(QuantizedLayer):
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), "valid"
         window = self._window(padding)
+        positions = window.positions(x.shape[2:], self.name_in_errors)
         rows = self._products(x, self.bias, window)
         y = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-        y = y.view(len(x), *window.positions(x.shape[2:]), self.out_channels).movedim(-1, 1)
+        y = y.view(len(x), *positions, self.out_channels).movedim(-1, 1)
         return self._laid_out(y, input)
 
     def _window(self, padding: str | tuple[int, ...]) -> Window:
@@ -115,8 +116,8 @@ class QuantizedConvolution(QuantizedLayer):
         spatial = len(self.kernel_size)
         if input.dim() - spatial not in (1, 2) or input.shape[-spatial - 1] != self.in_channels:
             raise ValueError(
-                f"The layer takes {self.in_channels} channels of {spatial} dimensions, with a batch dimension or "
-                f"without; got {tuple(input.shape)}."
+                f"Layer {self.name_in_model} takes {self.in_channels} channels of {spatial} dimensions, with a batch "
+                f"dimension or without; got {tuple(input.shape)}."
             )
         return input if input.dim() == spatial + 2 else input.unsqueeze(0)
 
@@ -158,7 +159,9 @@ class QuantizedTransposed(QuantizedConvolution):
         if self.lowbit.casts.traits.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
-            raise ValueError(f"A transposed convolution pads with zeros alone; got padding_mode={self.padding_mode!r}.")
+            raise ValueError(
+                f"Layer {self.name_in_model} pads with zeros alone; got padding_mode={self.padding_mode!r}."
+            )
         x = self._batch(input)
         added = self._output_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, len(self.kernel_size), self.dilation

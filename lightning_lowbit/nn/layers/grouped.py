@@ -242,7 +242,7 @@ class GroupedLayer(QuantizedLayer):
         if ends[-1] == 0:  # no expert has rows, and zeros have zeros as gradients
             return grouped_linear(x, weight, ends, bias)
         if x.shape[1] != weight.shape[2]:
-            raise ValueError(f"The layer takes {weight.shape[2]} features; got {tuple(x.shape)}.")
+            raise ValueError(f"Layer {self.name_in_model} takes {weight.shape[2]} features; got {tuple(x.shape)}.")
         dtype = self._dtype_of_pass(x, weight, torch.is_autocast_enabled(x.device.type), None)
         with no_autocast(x.device.type):
             pass_ = self._pass(dtype, keys, None)

@@ -217,7 +217,7 @@ class QuantizedLayer(NativeGemms):
                 x, window = window.tiles(x.to(dtype)), None
             features = (weight if frozen is None else frozen).shape[-1]
             if window is None and (not shape or x.shape[1] != features):  # a rotation would pad both to whole groups
-                raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
+                raise ValueError(f"Layer {self.name_in_model} takes {features} features; got {tuple(shape)}.")
             if casts.smooth is not None:
                 bias = None if bias is None else bias.to(dtype)
                 x, weight, rescale = self._smoothed(x.to(dtype), weight.to(dtype), shards)
@@ -249,17 +249,18 @@ class QuantizedLayer(NativeGemms):
             dtype = torch.get_autocast_dtype(x.device.type)
         elif dtype != weight.dtype and frozen is None:
             raise ValueError(
-                f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
-                "torch.autocast."
+                f"Input and weight of layer {self.name_in_model} must have one dtype; got {dtype} and {weight.dtype}. "
+                "Cast one of them, or use torch.autocast."
             )
         if gathered is not None and gathered.source_dtype != dtype:
             raise ValueError(
-                f"The weight was quantized in {gathered.source_dtype}, before it was gathered, and this pass is "
-                f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
+                f"The weight of layer {self.name_in_model} was quantized in {gathered.source_dtype}, before it was "
+                f"gathered, and this pass is one in {dtype}. Compute all its passes in one dtype, or leave out "
+                "quantize_before_gather."
             )
         if self.lowbit.amaxes is None and self.lowbit.casts.traits.delayed:
             raise ValueError(
-                "Delayed scaling needs histories: they are set by the precision plugin, or by "
+                f"Layer {self.name_in_model}: delayed scaling needs histories, set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
         return dtype
@@ -337,8 +338,9 @@ class QuantizedLayer(NativeGemms):
         amax, self.lowbit.token_amax = self.lowbit.token_amax, None
         if amax is None or amax.numel() != len(x):
             raise ValueError(
-                "smooth='token' scales by the output of an MLP's up projection, and none has come before this pass: "
-                "set it up with lightning_lowbit.smooth_swiglu(model, 'token'), or smooth channels."
+                f"Layer {self.name_in_model}: smooth='token' scales by the output of an MLP's up projection, and none "
+                "has come before this pass: set it up with lightning_lowbit.smooth_swiglu(model, 'token'), or "
+                "smooth channels."
             )
         return max_over_shards(amax.view(-1, 1), shards.x)
 

@@ -103,11 +103,16 @@ class QuantizedMultihead(CompositeLayer):
         elif module.batch_first:
             query, key, value = _alike(query, key, value)
         if query.shape[-1] != module.embed_dim:
-            raise ValueError(f"query has embed_dim={module.embed_dim} features; got {query.shape[-1]}.")
+            name = self.name_in_model
+            raise ValueError(f"Layer {name}: query has embed_dim={module.embed_dim} features; got {query.shape[-1]}.")
         if key.shape[:2] != value.shape[:2]:
-            raise ValueError(f"key and value have as many tokens; got {tuple(key.shape)} and {tuple(value.shape)}.")
+            shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+            raise ValueError(f"Layer {self.name_in_model}: key and value have as many tokens; got {shapes}.")
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal says that attn_mask is causal, and there is no attn_mask: give one, too.")
+            raise ValueError(
+                f"Layer {self.name_in_model}: is_causal says that attn_mask is causal, and there is no attn_mask: give "
+                "one, too."
+            )
         causal = is_causal and key_padding_mask is None
         dtype, kind_of_mask = query.dtype, dtype_of_mask(attn_mask)
         padding = canonical_mask(key_padding_mask, "key_padding_mask", kind_of_mask, "attn_mask", dtype)
@@ -177,7 +182,8 @@ def _heads(
     if mask is not None:
         shape = (queries, len(k)) if mask.dim() == 2 else (batch * heads, queries, len(k))
         if mask.shape != shape:
-            raise ValueError(f"attn_mask of {mask.dim()} dimensions has shape {shape}; got {tuple(mask.shape)}.")
+            name = module.name_in_model
+            raise ValueError(f"Layer {name}: attn_mask has shape {shape}; got {tuple(mask.shape)}.")
         mask = mask[None, None] if mask.dim() == 2 else mask.view(batch, heads, *mask.shape[1:])
     if module.bias_k is not None:
         k, v = torch.cat([k, module.bias_k.repeat(1, batch, 1)]), torch.cat([v, module.bias_v.repeat(1, batch, 1)])

@@ -35,7 +35,7 @@ DEPTH = 6  # of folders in which a checkpoint is looked for, as in runs/compare/
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
 
-_META, _INDEX = "meta.pt", ".metadata"  # the names that Lightning's strategies and torch use
+META, INDEX = "meta.pt", ".metadata"  # the names that Lightning's strategies and torch use
 _OBJECT = re.compile(r"(?i:unsupported global):? (?:GLOBAL )?([\w.]+)")  # in errors of torch.load
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # keys of torch's state
 
@@ -55,7 +55,7 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: s
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         _check_folder(path)
-        path /= _META
+        path /= META
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist.")
     if is_text(path):
@@ -78,10 +78,10 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: s
 
 def _check_folder(folder: Path) -> None:
     """Raises a ``ValueError`` for a folder that is no checkpoint in shards, or a part of one."""
-    if not any(folder.glob("*.distcp")) and not {_META, _INDEX} & {entry.name for entry in folder.iterdir()}:
+    if not any(folder.glob("*.distcp")) and not {META, INDEX} & {entry.name for entry in folder.iterdir()}:
         check_no_folder_of(folder)
-        raise ValueError(f"{folder} is no checkpoint: a folder with one has a file {_META}. Give that, or a file.")
-    _check_files(folder, [_META, _INDEX])
+        raise ValueError(f"{folder} is no checkpoint: a folder with one has a file {META}. Give that, or a file.")
+    _check_files(folder, [META, INDEX])
 
 
 def check_no_folder_of(folder: Path) -> None:
@@ -226,7 +226,7 @@ def consolidate(folder: Path, path: Path) -> None:
     that they cannot be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no checkpoint in shards, which is a folder with a file {_INDEX}.")
+        raise ValueError(f"{folder} is no checkpoint in shards, which is a folder with a file {INDEX}.")
     others = load_checkpoint(folder, weights_only=False)
     _Reader(folder).read_metadata()  # raises if it is damaged
     with being_written(path) as partial:
@@ -265,7 +265,7 @@ class _Reader(FileSystemReader):
     """Reads shards within their folder, and runs no code that they name."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        path = Path(self.path) / _INDEX
+        path = Path(self.path) / INDEX
         try:
             with path.open("rb") as file:
                 metadata = _Descriptions(file).load()

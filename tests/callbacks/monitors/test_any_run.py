@@ -240,6 +240,13 @@ def test_runs_that_a_callback_cannot_follow():
             GradientNoiseMonitor().on_fit_start(trainer, module)
 
 
+def test_callbacks_that_share_a_state_are_refused():
+    model = Model(mlp())
+    model.configure_callbacks = lambda: [RunReport(), RunReport("b.html")]
+    with pytest.raises(MisconfigurationException, match="RunReport keeps one state .* has 2 of them. Leave one, in"):
+        quiet_trainer(max_steps=1).fit(model)
+
+
 def test_deepspeed_is_not_measured():
     for monitor, hook, instead in (
         (GradientNormMonitor(), "on_train_start", "leave out the callback"),

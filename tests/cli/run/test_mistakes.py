@@ -35,6 +35,8 @@ PLUGIN = "--trainer.plugins.init_args"
     (["--trainer.devices=-2"], "The Trainer cannot be made: `devices` selected with `CPUAccelerator` should be an int"),
     (["--trainer.accumulate_grad_batches=-1"], "trainer.accumulate_grad_batches is a number of batches, above 0; got"),
     (["--trainer.val_check_interval=0"], "is a number of batches, or a share of an epoch, above 0; got 0. (LOWBIT"),
+    (["--trainer.logger=[CSVLogger,TensorBoardLogger]"],
+     "given class_path 'lightning.pytorch.loggers.CSVLogger': the following arguments are required: save_dir."),
     (["--config="], "--config needs the name of a recipe or a file"),
     (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
     (["--config=list.yaml"], "list.yaml must hold a mapping"),
@@ -47,6 +49,8 @@ PLUGIN = "--trainer.plugins.init_args"
      "set the logger's save_dir or trainer.default_root_dir"),
     (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
      "0 or more and at most 1; got 2"),
+    (["--trainer.callbacks+={class_path: lightning_lowbit.RunReport, init_args: {filename: b.html}}"],
+     "The Trainer takes one RunReport, and trainer.callbacks has more. Leave out one; `callbacks: [null, ...]`"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, capsys):
     Path("broken.yaml").write_text("trainer: {max_steps: 3")

@@ -15,8 +15,10 @@ import torch
 import yaml
 
 from lightning_lowbit import cli
-from lightning_lowbit._lightning import Callback, CSVLogger, TensorBoardLogger, take_versions
+from lightning_lowbit._lightning import BasePredictionWriter, Callback, CSVLogger, TensorBoardLogger, take_versions
+from lightning_lowbit.cli.run import LowBitCLI
 from tests.cli.run.commands import OPTIMIZER, lowbit, scalars, write_tiny
+from tests.lightning_imports import BoringModel, quiet_trainer
 from tests.tables import each
 
 RUN = Path("runs/tiny/version_0")
@@ -157,6 +159,22 @@ def test_last_is_searched_where_the_checkpoints_are():
         assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0
 
 
+class Writer(BasePredictionWriter):
+    pass
+
+
+def test_predict_says_where_predictions_are(capsys):
+    command = ["predict", f"--model={BoringModel.__module__}.BoringModel", "--trainer.limit_predict_batches=3"]
+    assert cli.main([*command, "--seed_everything=1", "--trainer.default_root_dir=runs"]) == 0
+    assert not Path("runs").exists(), "a folder in which nothing is logged"
+    LowBitCLI.after_predict(Mock(trainer=quiet_trainer(callbacks=[Writer()])))
+    nowhere, there = [line for line in capsys.readouterr().out.splitlines() if " batches; " in line]
+    assert nowhere.startswith(
+        "lowbit predict: 3 batches; what predict_step returns is not kept: give trainer.callbacks"
+    )
+    assert there.endswith("Writer got what predict_step returns")
+
+
 # --- validate takes the casts of a checkpoint, whatever those of the configuration are ---
 
 
@@ -179,6 +197,14 @@ def test_the_loss_is_that_of_the_training(overlay, capsys):
     if overlay == "ternary":
         own = validated(capsys, option="--trainer.plugins.init_args.casts_of_checkpoint=false")
         assert abs(own - trained) > 1e-4, "the casts of the recipe, on purpose"
+
+
+@pytest.mark.usefixtures("quickstart")
+def test_casts_of_the_command_line_are_those_of_the_training_or_refused(capsys):
+    assert lowbit("--ckpt_path=last", "--trainer.plugins.init_args.casts=nvfp4", command="validate") == 0
+    assert lowbit("--ckpt_path=last", "--trainer.plugins.init_args.casts", "mxfp4", command="validate") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "nvfp4 in the checkpoint, mxfp4 here" in line and "(lowbit does, without options of casts)" in line
 
 
 @pytest.mark.slow

@@ -140,6 +140,16 @@ def test_tracers_are_refused_in_one_line_whose_remedy_works(kind: str) -> None:
             assert torch.equal(trace(layer, of.input(False))(of.input(False)), layer(of.input(False)))
 
 
+@each("kind", [kind for kind in SITUATIONS if kind != "attention"])
+def test_an_error_of_shapes_names_the_layer(kind):
+    of = SITUATIONS[kind]
+    model, x = of.model(), of.input(False)
+    few_features = x[:, :-4] if x.dim() == 4 else x[..., :-4]
+    for wrong in [few_features, x[..., :2, :2]] if kind == "groups" else [few_features]:
+        with pytest.raises(ValueError, match=rf"ayer {re.escape(of.name)}( takes|: query has| spans)"):
+            model(wrong)
+
+
 @each("kind", [*LINEAR, "stack"])
 def test_what_is_no_dense_tensor_of_reals_is_refused(kind):
     model, x = SITUATIONS[kind].model(), SITUATIONS[kind].input(False)

@@ -191,7 +191,7 @@ def test_calls_of_one_layer_share_the_weight_that_was_gathered():
     "casts, autocast, message",
     [
         ("fp8-current", False, "quantized in torch.bfloat16.*in torch.float32"),
-        ("fp8-delayed", True, "Delayed scaling needs histories"),
+        ("fp8-delayed", True, "delayed scaling needs histories"),
     ],
 )
 def test_passes_that_cannot_be_computed_are_refused(make, casts, autocast, message):

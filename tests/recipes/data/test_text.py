@@ -54,6 +54,15 @@ def test_reads_any_file_as_utf8(tmp_path, capfd):
     assert "".join(capfd.readouterr()) == ""
 
 
+def test_text_in_utf_16_is_told_without_a_byte_order_mark(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes("abc".encode("utf-16-le"))
+    with pytest.warns(
+        UserWarning, match=r"has characters NUL, as UTF-16 read as UTF-8 has, .* iconv -f ENCODING -t UT"
+    ):
+        assert [*read_documents([file])] == [b"a\0b\0c\0"]
+
+
 def test_file_changed_between_runs_is_read_anew(tmp_path):
     file = tmp_path / "text.txt"
     for text in ("first " * 50, "other " * 50):

@@ -78,10 +78,20 @@ def test_lambda_is_logged_as_often_as_the_logger_takes_it():
     assert found == {2: 0.125, 5: 0.5, 8: 0.875, 11: 1.0}, "the next epoch begins at step 12"
 
 
+@each("every, at", [(1, 5), (1, 7), (3, 5), (3, 6), (3, 7)])
+def test_a_resumed_run_logs_lambda_as_the_uninterrupted_one(every, at):
+    """Also from within and after the steps between the end of the switch, at step 5, and its log."""
+    switch, kwargs = PrecisionSwitch("fqt", step=1, steps=4), {"log_every_n_steps": every, "max_steps": 12}
+    whole = logged(switch, keep="trained", **kwargs)
+    assert whole[max(whole)] == 1
+    rest = logged(deepcopy(switch), ckpt_path=f"{at}.ckpt", **kwargs)
+    assert rest == {step: blend for step, blend in whole.items() if step >= at}
+
+
 def test_a_sudden_switch_ends_the_log_of_another_and_has_none_of_its_own():
     switches = [PrecisionSwitch("fqt", step=0, steps=4), QAFSwitch(step=2)]
     found = logged(*switches, log_every_n_steps=1, limit_train_batches=4)
-    assert found == {0: 0.0, 1: 0.25, 2: 1.0, 3: 1.0}  # Lightning repeats a value until the epoch ends
+    assert found == {0: 0.0, 1: 0.25, 2: 1.0}
     assert logged(QAFSwitch(step=2), log_every_n_steps=1) == {}
 
 
