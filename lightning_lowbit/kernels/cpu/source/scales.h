@@ -62,6 +62,19 @@ struct Scales {
     int64_t place(int64_t row) const { return stride ? row / rows_per_entry * stride : 0; }
 };
 
+// The largest magnitudes of some columns of a strip, in the lanes of a register.
+template <class In>
+inline I32 peak_of_part(const Strip<In> &strip, int64_t begin, int64_t end) {
+    I32 peak = {};
+    for (int64_t row = 0; row < strip.rows; row++) {
+        const In *x = strip.x + row * strip.stride;
+        int64_t at = begin;
+        for (; at + kLanes <= end; at += kLanes) peak = larger(peak, (I32)magnitude(load(x + at)));
+        if (at < end) peak = larger(peak, (I32)magnitude(load(x + at, int(end - at))));
+    }
+    return peak;
+}
+
 // The largest magnitude of each tile of a strip.
 template <class In>
 void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
@@ -80,21 +93,8 @@ void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
                 continue;
             }
             I32 of_blocks[kLanes] = {};
-            if (end <= strip.columns) {
-                for (int i = 0; i < kLanes; i++) {
-                    I32 largest = {};  // in a register
-                    for (int64_t row = 0; row < strip.rows; row++)
-                        for (const In *x = strip.x + row * strip.stride + (block + i) * width, *stop = x + width; x < stop;
-                             x += kLanes)
-                            largest = larger(largest, (I32)magnitude(load(x)));
-                    of_blocks[i] = largest;
-                }
-            } else {
-                for (int64_t i = 0, at = block * width; at < strip.columns; i++)
-                    for (int64_t stop = at + width; at < stop && at < strip.columns; at += kLanes)
-                        of_blocks[i] = larger(of_blocks[i],
-                                              peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at)));
-            }
+            for (int64_t i = 0, begin = block * width; i < kLanes && begin < strip.columns; i++, begin += width)
+                of_blocks[i] = peak_of_part(strip, begin, std::min(begin + width, strip.columns));
             I32 largest = largest_lanes(of_blocks);
             memcpy(peaks + block, &largest, sizeof largest);
         }
