@@ -39,8 +39,9 @@ class Window(NamedTuple):
         does not."""
         padded = [b + size + a for b, size, a in zip(self.before, sizes, self.after, strict=True)]
         if any(n < span for n, span in zip(padded, self.spans, strict=True)):
+            where = f" of layer {layer}" if layer else ""
             raise ValueError(
-                f"The kernel of layer {layer} spans {self.spans} pixels, and the padded input has {tuple(padded)}: "
+                f"The kernel{where} spans {self.spans} pixels, and the padded input has {tuple(padded)}: "
                 "give the layer larger images, or padding."
             )
         return tuple((n - span) // s + 1 for n, span, s in zip(padded, self.spans, self.stride, strict=True))

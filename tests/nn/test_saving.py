@@ -69,6 +69,7 @@ def staged(model):
     return [one.staged for one in amaxes if one is not None]
 
 
+@pytest.mark.fast("fqt", "0.5")
 @pytest.mark.parametrize("change", ["fqt", "qaf", "hp-forward", 0.5], ids=str)
 def test_gradients_of_presets_are_those_of_the_tensors(change):
     """And the amaxes of delayed scaling. During annealing the tensors are kept."""

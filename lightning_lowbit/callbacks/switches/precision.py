@@ -161,10 +161,9 @@ class PrecisionSwitch(Switch):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        is_new = (
-            self._looked != trainer.global_step and logger_step(trainer) % _every(trainer) == 0
-        )  # the last is logged
-        if is_new and not self.composes and self is self._conflicting[0]:
+        is_taken = logger_step(trainer) % _every(trainer) == 0  # by the logger, of the step before
+        is_first = self._looked != trainer.global_step and not self.composes and self is self._conflicting[0]
+        if is_taken and is_first:
             forget_logged(trainer, ["blend"], "on_train_batch_start")
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._record is not None and self.rewarm is not None:

@@ -80,7 +80,7 @@ def outcomes(read, count, seed, parent, folder):
 
 
 @pytest.mark.parametrize("read", WITHOUT)
-@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [18, pytest.param(600, marks=pytest.mark.slow)])
 def test_damage_is_an_error_or_changes_nothing_else(read, count, parent, tmp_path):
     counts = outcomes(read, count, count, parent, tmp_path / "folder")
     assert min(counts[FAILS], counts[SAME]) >= count // 6, counts

@@ -66,7 +66,7 @@ def allowance(casts, gemm, expected, dtype, exact):
     return allowed
 
 
-@each("name", CASTS)
+@each("name", CASTS, fast=8)
 def test_phases_quantize_what_they_say(name):
     x, g = torch.randn(50, 40), torch.randn(50, 24)
     layer = layer_like(nn.Linear(40, 24), CASTS[name])
