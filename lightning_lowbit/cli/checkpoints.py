@@ -26,9 +26,9 @@ OBJECTS = "If you trust whoever wrote it, give --weights_only false."  # the adv
 
 _SUFFIX = ".ckpt"
 
-# Options of a command line that decide how a model computes.
+# Options of a plugin on a command line, but those that an evaluation may change.
 _OF_CASTS = re.compile(
-    rf"--trainer\.plugins(\.class_path|\.(?!(init_args\.)?({'|'.join((*CHANGEABLE, 'compute_dtype'))})\b).*)?(=.*)?",
+    rf"--trainer\.plugins\+?(\.class_path|\.(?!(init_args\.)?({'|'.join((*CHANGEABLE, 'compute_dtype'))})\b).*)?(=.*)?",
     re.DOTALL,
 )
 

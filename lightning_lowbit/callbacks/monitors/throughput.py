@@ -27,7 +27,8 @@ _OTHERS = r"(?!\d| D\b| Laptop)"
 
 
 class Throughput(LowBitCallback):
-    """Logs ``<unit>/s`` over all processes and, if FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
+    """Logs ``<unit>/s`` over all processes, whose batches count as the first one's do, and, if FLOPs and peak are
+    known, ``tflops`` and ``mfu`` per device.
 
     Model FLOPs utilization (MFU) is the time that the model's FLOPs would take at the device's dense peak over the time
     they took. The peak belongs to the executed arithmetic: an emulated FP4 GEMM counts as bf16, native GEMMs at their
