@@ -21,6 +21,7 @@ from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, 
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path, lost_process
 from lightning_lowbit.cli.options import Parser, check_run, existing, output_file
 from lightning_lowbit.packages import install_extra, is_installed
+from lightning_lowbit.signals import handle
 
 _USAGE = """\
 usage: lowbit COMMAND ...
@@ -121,17 +122,15 @@ def _ended_by_sigterm() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    process = os.getpid()
 
     def end(number: int, frame: object) -> None:
         if signal.getsignal(number) is not end:  # Lightning's handler calls the one before it
             return
-        if os.getpid() == process:  # else a process inherited this handler
-            os.write(2, b"lowbit: ended by SIGTERM\n")
+        os.write(2, b"lowbit: ended by SIGTERM\n")
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
-    signal.signal(signal.SIGTERM, end)
+    handle(signal.SIGTERM, end)
     try:
         yield
     finally:

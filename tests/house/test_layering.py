@@ -15,7 +15,7 @@ from tests.house.structure import nodes, tree
 
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = [
-    "_finders _torch atomic_files checks compilation data_sheets formats packages saved_state units",
+    "_finders _torch atomic_files checks compilation data_sheets formats packages saved_state signals units",
     "patterns quant",
     "distributed kernels",
     "nn optim metrics",

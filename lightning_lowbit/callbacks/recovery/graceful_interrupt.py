@@ -24,6 +24,7 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint
+from lightning_lowbit.signals import handle
 
 TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM, by convention of shells
 
@@ -47,7 +48,6 @@ class GracefulInterrupt(LowBitCallback):
     """
 
     def __init__(self) -> None:
-        self._process = 0
         self._requested: set[int] = set()  # signals
         self._late: set[int] = set()  # those that came after the last step
         self._handlers: dict[int, Any] = {}  # by signal, the handler before training
@@ -80,12 +80,12 @@ class GracefulInterrupt(LowBitCallback):
         """Installs the handlers, which only the main thread may do."""
         if self._replaced or threading.current_thread() is not threading.main_thread():
             return
-        self._process = os.getpid()
         self._requested = {signal.SIGTERM} if trainer.received_sigterm else set()
         for number, handler in self._handlers.items():
             if number not in _STOPS and handler not in (None, signal.SIG_DFL):
                 continue  # Lightning keeps the user's handler
-            self._replaced[number] = signal.signal(number, handler if handler is signal.SIG_IGN else self._request)
+            is_ignored = handler is signal.SIG_IGN
+            self._replaced[number] = signal.signal(number, handler) if is_ignored else handle(number, self._request)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if not validation_is_due(trainer):
@@ -140,11 +140,6 @@ class GracefulInterrupt(LowBitCallback):
         self._restore_handlers()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a data-loader worker inherited this handler
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            return
         if number == signal.SIGINT:
             if self._requested & _STOPS:
                 raise KeyboardInterrupt
