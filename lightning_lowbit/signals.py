@@ -1,7 +1,7 @@
 """Handlers of signals that forked children do not inherit.
 
-Python runs a handler once the call returns in which a process waits. In a worker that may be never, and a pool that ends
-its workers by SIGTERM would wait for them.
+Python runs a handler once the call returns in which a process waits. In a worker that may be never, and a pool that
+ends its workers by SIGTERM would wait for them.
 """
 
 import os
