@@ -208,8 +208,8 @@ def forget_fetches(trainer: Trainer) -> None:
 def places_of_prefetched(trainer: Trainer) -> list[Any]:
     """Returns the states of the loaders if Lightning fetches a batch ahead, as it does of data without a length."""
     fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
-    is_ahead = fetcher is not None and fetcher.length is None and hasattr(fetcher, "batches")
-    return combined._state_dicts() if is_ahead and combined is not None else []
+    prefetches = fetcher is not None and fetcher.length is None and hasattr(fetcher, "batches")
+    return combined._state_dicts() if prefetches and combined is not None else []
 
 
 def is_ahead(trainer: Trainer) -> bool:

@@ -13,10 +13,11 @@ from typing import Any
 _handlers: dict[int, Any] = {}
 
 
-def handle(number: int, handler: Callable[[int, FrameType | None], object]) -> Any:
+def handle(number: int, handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Any:
     """Installs a handler of a signal, and returns the one before.
 
-    Forked children ignore Ctrl-C, which a terminal sends to them, too; other signals end them.
+    Instead of calling it, forked children ignore Ctrl-C, which a terminal sends to them, too, and other signals end
+    them. A signal that is ignored is ignored there, too.
     """
     _handlers[number] = handler
     return signal.signal(number, handler)
@@ -24,7 +25,7 @@ def handle(number: int, handler: Callable[[int, FrameType | None], object]) -> A
 
 def _reset() -> None:
     for number, handler in _handlers.items():
-        if signal.getsignal(number) is handler:
+        if callable(handler) and signal.getsignal(number) is handler:
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
 

@@ -10,6 +10,7 @@ FORK = """if True:
     for number, handler in handlers.items():
         handle(number, handler)
     signal.signal(signal.SIGUSR1, handlers[signal.SIGINT])
+    handle(signal.SIGUSR2, signal.SIG_IGN)
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
         assert all(signal.getsignal(number) is handler for number, handler in handlers.items())
@@ -17,6 +18,7 @@ FORK = """if True:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR1) is handlers[signal.SIGINT]
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
 """
 
 

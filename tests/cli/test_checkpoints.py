@@ -14,12 +14,13 @@ import torch
 from lightning.pytorch import Callback
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from lightning_lowbit import atomic_files, cli
-from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
+from lightning_lowbit import LowBitPrecision, atomic_files, cli
+from lightning_lowbit.cli.checkpoints import as_trained, find_checkpoints, resolve
 from lightning_lowbit.precision.checkpoints.files import load_shards
 from tests.callbacks.recovery.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
 from tests.cli.run.commands import lowbit, write_tiny
 from tests.launch import LIMIT
+from tests.tables import each
 
 TRAINER = Namespace(callbacks=None, logger=None, default_root_dir="runs")
 LEFT = f"{atomic_files._HOST}-1"
@@ -247,3 +248,25 @@ def test_a_folder_of_shards_is_refused_where_the_strategy_loads_files(tmp_path):
             resolve(path, Namespace(**vars(TRAINER), strategy=strategy), trains=True)
     for strategy in ("fsdp", Namespace(class_path="lightning.pytorch.strategies.ModelParallelStrategy")):
         assert resolve(path, Namespace(**vars(TRAINER), strategy=strategy), trains=True) == path
+
+
+@each(
+    "argument, decides",
+    [
+        ("--trainer.plugins=lightning_lowbit.FP8Precision", True),
+        ("--trainer.plugins+=lightning_lowbit.FP8Precision", True),
+        ("--trainer.plugins.class_path", True),
+        ("--trainer.plugins.init_args.overrides={'0': mxfp4}", True),
+        ("--trainer.plugins.casts", True),
+        ("--trainer.plugins.init_args.backend=emulated", False),
+        ("--trainer.plugins.compute_dtype", False),
+        ("--trainer.devices=1", False),
+    ],
+)
+def test_options_that_decide_how_layers_compute_leave_the_configured_plugin(argument, decides):
+    configured = {"plugins": [LowBitPrecision("mxfp4")]}
+    if decides:
+        assert as_trained(configured, __file__, [argument]) == {}
+    else:
+        with pytest.raises(ValueError, match="is a text, and no checkpoint"):  # it is read for its casts
+            as_trained(configured, __file__, [argument])

@@ -70,11 +70,11 @@ class ExactResume(LowBitCallback):
     The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume, with a warning; at
     the end of an epoch it goes on, also with a generator of its own. Use one with ``state_dict`` and
     ``load_state_dict``; the state of data without a length, which Lightning saves one batch ahead, is saved without
-    this batch. A checkpoint from the middle of gradient accumulation lacks the
-    accumulated gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after
-    ``Trainer.fit``, resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning.
-    There is one, too, for ``on_train_epoch_end`` after a checkpoint of the last batch, which Lightning leaves out, and
-    for parameters that are frozen and were not in the checkpoint, or the other way round.
+    this batch. A checkpoint from the middle of gradient accumulation lacks the accumulated gradients: resume from the
+    end of an optimizer step. One from the end of an epoch, or saved after ``Trainer.fit``, resumes exactly if the epoch
+    is whole and ``max_epochs`` alone is set; else there is a warning. There is one, too, for ``on_train_epoch_end``
+    after a checkpoint of the last batch, which Lightning leaves out, and for parameters that are frozen and were not in
+    the checkpoint, or the other way round.
 
     Args:
         seed: any integer; None takes the seed of ``seed_everything``, or 0.
@@ -105,15 +105,18 @@ class ExactResume(LowBitCallback):
         self.seed = trainer.strategy.broadcast(self.seed)
         self._put_back_metrics(trainer)
 
-        def begin(epoch: int, number: int) -> None:
+        def seed(epoch: int, number: int) -> None:
             _seed(self.seed, epoch, number, data_rank(trainer) if number else 0, _FETCH)
+
+        def begin(epoch: int, number: int) -> None:
+            seed(epoch, number)
             # Each time: Lightning asks twice at the start of some resumed runs.
             for generator, state in zip(generators_of_data(trainer), self._generators, strict=False):
                 generator.set_state(state)
 
         def before_fetch(epoch: int, number: int) -> None:
             self._go_on_within_epoch(trainer)  # now: in on_train_batch_start other callbacks may come first
-            _seed(self.seed, epoch, number, data_rank(trainer) if number else 0, _FETCH)
+            seed(epoch, number)
             self._fetch = deepcopy(places_of_prefetched(trainer)), []
 
         def after_fetch() -> None:

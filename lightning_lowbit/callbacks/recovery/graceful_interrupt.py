@@ -84,8 +84,7 @@ class GracefulInterrupt(LowBitCallback):
         for number, handler in self._handlers.items():
             if number not in _STOPS and handler not in (None, signal.SIG_DFL):
                 continue  # Lightning keeps the user's handler
-            is_ignored = handler is signal.SIG_IGN
-            self._replaced[number] = signal.signal(number, handler) if is_ignored else handle(number, self._request)
+            self._replaced[number] = handle(number, handler if handler is signal.SIG_IGN else self._request)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if not validation_is_due(trainer):

@@ -1,6 +1,7 @@
 // Scales of blocks: from their largest magnitudes, by 4/6, or corrected in groups.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
